@@ -85,10 +85,10 @@ class ComparedRun:
         """
         if self.pairing_obstacle:
             return self.pairing_obstacle
-        if self.run.broke_off:
-            return f"it {self.run.broke_off}"
-        if self.base.broke_off:
-            return f"the baseline {self.base.broke_off}"
+        if self.run.failure:
+            return f"it {self.run.failure}"
+        if self.base.failure:
+            return f"the baseline {self.base.failure}"
         return None
 
     @cached_property
@@ -147,9 +147,9 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
     notes = []
     for compared in compared_runs:
         run = compared.run
-        if run.broke_off:
+        if run.failure:
             reason = run.summary.get("halted", "it has no result at the end of training")
-            notes.append(f"{compared.label} {run.broke_off}: {reason}")
+            notes.append(f"{compared.label} {run.failure}: {reason}")
         elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
             notes.append(
                 f"{compared.label} is not paired with {compared.base.name}, so their training "

@@ -109,7 +109,7 @@ class SeedComparison:
             groups.setdefault(compared.group, {})[compared.run.config["seed"]] = compared
         error = error_of(max(1, len(groups) - 1))
         runs = [compared.run for compared in compared_runs]
-        finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
+        finished = [run for run in runs if not run.failure and not run.is_unfinished]
         served = {run.config.get("evaluate", {}).get("served") for run in finished}
         loss_key = LOSS_KEY
         if all("held_out_loss" in run.summary for run in finished):
@@ -220,7 +220,7 @@ def _compare(
         base_losses: Losses of the baseline, or None if the group is the baseline.
         held_out: True if the losses are held-out losses.
     """
-    if failed := sum(bool(compared.run.broke_off) for compared in group.values()):
+    if failed := sum(bool(compared.run.failure) for compared in group.values()):
         return None, f"broke off: {plural(failed, 'run')} of {len(group)}"
     if base_losses is None:
         return None, "baseline"
@@ -243,7 +243,7 @@ def _why_excluded(compared: ComparedRun, loss: float | None, *, held_out: bool) 
     loss is not known. `held_out` is true if `loss` is a held-out loss.
     """
     run = compared.run
-    if run.broke_off or run.is_unfinished or loss is None:
+    if run.failure or run.is_unfinished or loss is None:
         return "because they have not finished"
     if held_out and run.when_evaluated:
         return "because they were not evaluated after their last step"

@@ -177,7 +177,7 @@ def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
     pairs = [(runs[plan.base], runs[name]) for runs in rounds if name in runs]
     if not pairs:
         return Verdict(name)
-    failures = [run.broke_off for _, run in pairs if run.broke_off]
+    failures = [run.failure for _, run in pairs if run.failure]
     if failures:
         return Verdict(name, word=f"broke off: {failures[0]}")
     held_out = _difference(pairs, "served_loss" if plan.served else "held_out_loss")

@@ -116,9 +116,9 @@ def observed_layers(products: Iterable[Mapping[str, Any]]) -> list[str]:
     keys = ("effective", "backend", "stored", "reason")
     kinds = Counter(tuple(product[key] for key in keys) for product in products)
     return [
-        f"{count} in {effective} on {engine.replace('_', ' ')}, weights {stored}"
+        f"{number} in {effective} on {engine.replace('_', ' ')}, weights {stored}"
         + (f" ({reason})" if reason else "")
-        for (effective, engine, stored, reason), count in kinds.most_common()
+        for (effective, engine, stored, reason), number in kinds.most_common()
     ]
 
 
@@ -154,7 +154,7 @@ class RunRecord:
     # Content of audit.json and of summary.json, or an empty dict if the run has not written the
     # file yet.
     audit: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
+    written_summary: dict[str, Any] = field(default_factory=dict)
     # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
     # cannot be compared with the speed of other runs.
     side_by_side: bool = False
@@ -315,7 +315,7 @@ class RunRecord:
         return self.engine == "emulation"
 
     @property
-    def broke_off(self) -> str:
+    def failure(self) -> str:
         """Return the reason why the training has failed, or "" if it has not failed.
 
         Examples are "was halted at step 2" and "has no finite loss from step 7 on". The results of
@@ -346,7 +346,7 @@ class RunRecord:
         The summary is the last file that a run writes. If the summary is for another step than the
         last step in metrics.jsonl, it is outdated, and the run is not finished.
         """
-        return self.written.get("steps") == self.summary["steps"] and not self.is_unfinished
+        return self.written_summary.get("steps") == self.summary["steps"] and not self.is_unfinished
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -377,7 +377,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         metrics=metrics,
         summary=summary(metrics),
         audit=_read_object(folder.audit),
-        written=_read_object(folder.summary),
+        written_summary=_read_object(folder.summary),
         side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
     )
 

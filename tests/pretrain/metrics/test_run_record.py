@@ -129,9 +129,9 @@ def test_a_step_without_labels_counts_neither_as_loss_nor_as_failure(tmp_path: P
     assert (
         run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
     )
-    assert not run.broke_off
+    assert not run.failure
     screen(tmp_path / "failed", [step(1), step(2, loss=None), step(3, **blank)])
-    assert read_run(tmp_path / "failed").broke_off, "null without `unlabelled` was NaN"
+    assert read_run(tmp_path / "failed").failure, "null without `unlabelled` was NaN"
 
 
 @pytest.mark.parametrize(
