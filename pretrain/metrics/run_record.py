@@ -130,7 +130,7 @@ def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -
     return all(first[key] == second[key] for key in keys if key in first and key in second)
 
 
-def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
+def evaluations_of_training(records: Iterable[Record]) -> Iterator[Record]:
     """Yield the evaluations after the first step of a run, in order.
 
     An evaluation before the first step measures the weights that the run started from.
@@ -437,7 +437,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     last = steps[-1]
     steady = steps[WARM_UP_STEPS:] or steps
     end = list(itertools.compress(steps, at_the_end(np.array([step["step"] for step in steps]))))
-    evaluations = list(own_evaluations(records))
+    evaluations = list(evaluations_of_training(records))
     evaluation = evaluations[-1] if evaluations else {}
     milliseconds = sum(_finite(steady, "step_ms"))
     halts = [record["reason"] for record in records if kind(record) == "halted"]

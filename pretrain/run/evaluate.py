@@ -19,7 +19,13 @@ from torch import Tensor
 from foundation.progress import advance
 from packing.batch import Batching, Microbatch
 from pretrain.checkpoint.format import step_folder
-from pretrain.metrics.run_record import Record, kind, own_evaluations, read_metrics, same_measure
+from pretrain.metrics.run_record import (
+    Record,
+    evaluations_of_training,
+    kind,
+    read_metrics,
+    same_measure,
+)
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.settings import UNQUANTIZED
@@ -130,7 +136,7 @@ def best_so_far(run: Run) -> Record | None:
         measure = measure_of(run)
         best = best_evaluation(
             evaluation
-            for evaluation in own_evaluations(read_metrics(run.folder.path))
+            for evaluation in evaluations_of_training(read_metrics(run.folder.path))
             if step_folder(run.folder.checkpoints, evaluation["step"]).exists()
             and same_measure(evaluation, measure)
         )

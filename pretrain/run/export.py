@@ -46,7 +46,7 @@ from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import (
     LOSS_KEY,
     RunRecord,
-    own_evaluations,
+    evaluations_of_training,
     read_metrics,
     read_run,
 )
@@ -163,7 +163,7 @@ def best_checkpoint(run_dir: Path) -> Path:
     Raises InputError if the run has no evaluation, or if the checkpoint of its best evaluation was
     deleted or never saved.
     """
-    best = best_evaluation(own_evaluations(read_metrics(run_dir)))
+    best = best_evaluation(evaluations_of_training(read_metrics(run_dir)))
     folder = step_folder(run_dir / "checkpoints", best["step"]) if best else None
     if folder is None or not folder.is_dir():
         raise InputError(

@@ -134,7 +134,7 @@ def where_to_resume(
     )
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None or not source.in_run_folder:
-        require_own_records(job)
+        require_no_other_training(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
         changes = changes_since(source.record, job)
@@ -393,7 +393,7 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
         )
 
 
-def require_own_records(job: Job) -> None:
+def require_no_other_training(job: Job) -> None:
     """Raise InputError if a run without a checkpoint would overwrite files of another training.
 
     Such files are the results of a finished run, and the logged steps of a run whose identity

@@ -22,7 +22,7 @@ from pretrain.run.resume_point import (
     changes_since,
     find_checkpoint,
     repeats_past,
-    require_own_records,
+    require_no_other_training,
     require_same_training,
     require_steps_to_train,
     where_to_resume,
@@ -361,7 +361,7 @@ def test_another_stream_is_read_from_its_first_pack() -> None:
 def test_a_start_never_overwrites_a_finished_run(file: str, tmp_path: Path) -> None:
     (tmp_path / file).mkdir()
     with pytest.raises(InputError, match="finished run, whose files this training would overwrite"):
-        require_own_records(job_of(run_dir=tmp_path))
+        require_no_other_training(job_of(run_dir=tmp_path))
 
 
 def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) -> None:
@@ -370,12 +370,12 @@ def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) 
     job = job_of(run_dir=run_dir)
     job.recipe = load_recipe(run_dir / "config.yaml")
     job.data.train = SimpleNamespace(fingerprint="ab12")
-    require_own_records(job)
+    require_no_other_training(job)
     job.data.train.fingerprint = "cd34"
     with pytest.raises(InputError, match=r"contains another training, .* data.fingerprint;"):
-        require_own_records(job)
+        require_no_other_training(job)
     job.run_dir = tmp_path / "nothing yet"
-    require_own_records(job)
+    require_no_other_training(job)
 
 
 # ── Build ─────────────────────────────────────────────────────────────────────────────────────────
