@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     in_one = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
     recipe = with_precision(in_one, os.environ)
-    plans, unsuitable = _in_precisions(
+    plans, unsuitable = _plan_in_precisions(
         recipe, options.overrides, is_set=loaded.precision is not None
     )
     plan, _ = next(iter(plans.values()))
@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _in_precisions(
+def _plan_in_precisions(
     recipe: Recipe, overrides: Sequence[str], *, is_set: bool
 ) -> tuple[dict[str, tuple[Plan, PreTrainedModel]], list[str]]:
     """Plan a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
@@ -112,13 +112,11 @@ def _in_precisions(
     is_set: True if the user has set the precision of the recipe. Then it is compared with BF16
         alone.
 
-    Return two values: the result of `plan_elsewhere` for each precision, the one of the recipe
-    first; and the reasons why other precisions do not suit the recipe.
+    Return two values. The first maps precisions to results of `plan_elsewhere`, and begins with the
+    precision of the recipe. The second lists why other precisions do not suit the recipe.
     """
     # Open the packs once for all precisions.
-    data = None
-    if not unprepared(recipe.data):
-        data = open_data(recipe.data, is_main_process=True)
+    data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
     planned = plan_elsewhere(recipe, overrides, data)
     plan, _ = planned
     head = recipe.fp8_config.scope.removeprefix("linear")
@@ -132,7 +130,9 @@ def _in_precisions(
         if label in plans:
             continue
         name = label.removesuffix("+head")
-        settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
+        settings = recipe.fp8_config.model_copy(
+            update={"scope": f"linear{label.removeprefix(name)}"}
+        )
         in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
             plans[label] = plan_elsewhere(in_one, overrides, data)
@@ -147,7 +147,7 @@ def plans_on(text: str, recipe: Recipe, overrides: Sequence[str]) -> dict[str, P
     recipe, overrides: see `plan_elsewhere`. The precision of the recipe is BF16.
     """
     devices = devices_called(text)
-    plans, _ = _in_precisions(recipe, overrides, is_set=False)
+    plans, _ = _plan_in_precisions(recipe, overrides, is_set=False)
     return {label: plan_on(devices, *planned) for label, planned in plans.items()}
 
 
@@ -172,17 +172,17 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
         # The notes below the tables explain a prediction from the data sheet.
-        needs_basis = prediction.bar is None or HERE in prediction.basis
-        basis = [prediction.basis] * needs_basis
+        is_explained = prediction.bar is not None and HERE not in prediction.basis
+        basis = [] if is_explained else [prediction.basis]
         for remark in [missing] if missing else [*plan.experts_in_bf16, *basis]:
             remarks[remark].append(label)
-    columns = len(COLUMNS) - (price is None)
-    cells = [row[:columns] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+    columns = COLUMNS[:-1] if price is None else COLUMNS
+    cells = [row[: len(columns)] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
     major, minor = devices.capability or (0, 0)
     lines = [
         f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, "
         f"compute capability {major}.{minor}",
-        *([markdown(COLUMNS[:columns], cells)] if cells else []),
+        *([markdown(columns, cells)] if cells else []),
         *(_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()),
     ]
     return "\n".join(lines)
@@ -191,12 +191,12 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
 def _row(
     label: str, plan: Plan, prediction: Prediction, price: float | None
 ) -> tuple[float, list[str]]:
-    """Return the rank of a plan, and its cells in the table."""
+    """Return the number by which a plan's row is sorted, and the cells of the row."""
     devices = plan.devices
     size = plan.expected_microbatch
     takes = plan.takes(size)
     is_possible = fits(plan)
-    remark = ", barely" * (is_possible and takes > devices.memory)
+    remark = ", barely" if is_possible and takes > devices.memory else ""
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
     topology = f", {devices.topology}" if devices.count > 1 else ""
     speed = prediction.tokens_per_second if is_possible else None
@@ -221,8 +221,9 @@ def _wrapped(text: str) -> str:
 
 def _with_bar(value: float | None, bar: float | None, form: str) -> str:
     """Return a value with the half-width of its error, or a dash if the value is not known."""
-    error = " measured" if bar == SAME else f" ± {100 * (bar or 0.0):.0f} %" * bool(bar)
-    return UNKNOWN if value is None else f"{value:{form}}{error}"
+    error = f" ± {100 * bar:.0f} %" if bar else ""
+    suffix = " measured" if bar == SAME else error
+    return UNKNOWN if value is None else f"{value:{form}}{suffix}"
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
