@@ -43,7 +43,7 @@ from pretrain.run.run import Run
 FAILED = 999
 # The scales of gradients under delayed scaling depend on the settings whose keys start with one of
 # these texts: the divisor of the loss, the loss function, and the number format.
-SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
+KEYS_OF_GRADIENT_SCALES = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 # ── Save ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,30 +223,29 @@ def load_weights(
     the run has.
     """
     saved: Weights = source.record["identity"]["weights"]
-    parameters = dict(assembly.hf.named_parameters())
-    stored: dict[str, Tensor] = {}
-    targets = assembly.optimizer_tensors | histories_in(source, assembly)
-    if saved != mode:
-        dtype = getattr(torch, WEIGHT_DTYPES[saved])
-        stored = {name: torch.empty_like(p, dtype=dtype) for name, p in parameters.items()}
-        targets = {
-            name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
-        }
-        # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
-        # `bf16` uses the stored BF16 weights. They differ from FP32 weights that hardware rounds to
-        # BF16 only if an FP32 weight is exactly between two BF16 values.
-        if (saved, mode) == ("bf16_exact", "fp32"):
-            targets |= {
-                f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
-                for name, p in parameters.items()
-            }
-    checkpoints.load(
-        source.path, assembly.tensors | stored | targets, optional=(PREFIX, "remainder/")
-    )
+    optional = (PREFIX, "remainder/")
+    live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(source, assembly)
     if saved == mode:
+        checkpoints.load(source.path, live, optional=optional)
         return []
+    dtype = getattr(torch, WEIGHT_DTYPES[saved])
+    parameters = dict(assembly.hf.named_parameters())
+    stored = {name: torch.empty_like(p, dtype=dtype) for name, p in parameters.items()}
+    remainders: dict[str, Tensor] = {}
+    # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
+    # `bf16` uses the stored BF16 weights. They differ from FP32 weights that hardware rounds to
+    # BF16 only if an FP32 weight is exactly between two BF16 values.
+    if (saved, mode) == ("bf16_exact", "fp32"):
+        remainders = {
+            f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
+            for name, p in parameters.items()
+        }
+    without_remainders = {
+        name: tensor for name, tensor in live.items() if not name.startswith("remainder/")
+    }
+    checkpoints.load(source.path, without_remainders | stored | remainders, optional=optional)
     for name, parameter in parameters.items():
-        remainder = targets.pop(f"remainder/{name}", None)
+        remainder = remainders.pop(f"remainder/{name}", None)
         assembly.optimizer.set_master(
             parameter,
             master_of(
@@ -272,7 +271,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
     live = {
         **assembly.tensors,
         **named_state(assembly.optimizer, assembly.hf),
-        **histories_in(source, assembly),
+        **loadable_histories(source, assembly),
     }
     comparable = {
         name: tensor
@@ -290,7 +289,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
         )
 
 
-def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
+def loadable_histories(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
     """Return the run's live histories and scales of delayed scaling by name.
 
     The checkpoint `source` can be loaded into these tensors. Return {} unless the checkpoint has
@@ -318,9 +317,9 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
         return False
     changed = changed_keys(source.record["identity"], job.identity)
     return (
-        any(key.startswith(SCALES_FOLLOW) for key in changed)
+        any(key.startswith(KEYS_OF_GRADIENT_SCALES) for key in changed)
         or source.record["precision"] != assembly.precision.current.name
-        or not histories_in(source, assembly)
+        or not loadable_histories(source, assembly)
     )
 
 
