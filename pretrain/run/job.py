@@ -113,15 +113,16 @@ class Job:
         """
         available = [active for _, active in self.plan.schedule.phases]
         setting: Any = self.recipe.precision
-        effective: dict[str, Any] = {}
         if isinstance(setting, str):
-            effective["precision"] = available[0].precision.name
-            effective["fp8_config"] = available[0].settings
+            (active,) = available
+            effective = {"precision": active.precision.name, "fp8_config": active.settings}
         else:
-            effective["precision"] = tuple(
-                phase.model_copy(update={"use": active.precision.name})
-                for phase, active in zip(setting, available, strict=True)
-            )
+            effective = {
+                "precision": tuple(
+                    phase.model_copy(update={"use": active.precision.name})
+                    for phase, active in zip(setting, available, strict=True)
+                )
+            }
         packs = self.data.readable
         # The fingerprint already depends on the weights of sources. The keys below are added so
         # that a message can name the weight that has changed.
