@@ -281,13 +281,11 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     """
     progress = source.record["progress"]
     past = source.record["past"]
-    changed = []
-    if not source.is_branch:
-        changed = list(past["changed"])
-        if changes:
-            changed.append(
-                {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
-            )
+    changed = [] if source.is_branch else list(past["changed"])
+    if changes and not source.is_branch:
+        changed.append(
+            {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
+        )
     implied = {"train.begin_with"} if source.is_branch else set()
     if "precision" in changes:
         new_options = [key for key, (saved, _) in changes.items() if saved is None]
