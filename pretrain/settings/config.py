@@ -320,8 +320,10 @@ class SettingsParser(CommandParser):
         Return a sentence for a name in other programs that has no key. Return None if no option and
         no key is similar to `name`.
         """
-        key = closest_key(Recipe, name, self.section) or ""
-        return super().suggest(name) or (key if " " in key else key and f"{key}=VALUE")
+        meant = closest_key(Recipe, name, self.section)
+        # A sentence has spaces.
+        is_key = meant is not None and " " not in meant
+        return super().suggest(name) or (f"{meant}=VALUE" if is_key else meant)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and settings may be in any order."""
@@ -330,10 +332,9 @@ class SettingsParser(CommandParser):
     def _without_dashes(self, text: str) -> str:
         """Return an argument --key=value as key=value if it sets a key of the recipe."""
         key, equals, value = text.removeprefix("--").partition("=")
-        is_key = equals and ("." in key or key in Recipe.model_fields)
-        return (
-            f"{key}={value}" if is_key and f"--{key}" not in self._option_string_actions else text
-        )
+        is_key = "." in key or key in Recipe.model_fields
+        is_setting = equals and is_key and f"--{key}" not in self._option_string_actions
+        return f"{key}={value}" if is_setting else text
 
 
 class PacksParser(SettingsParser):
