@@ -70,8 +70,8 @@ from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 
-# Number of collections of younger objects between two of the oldest generation. A training has
-# fewer.
+# Threshold of garbage collection for the oldest generation. No training reaches it, so Python does
+# not collect this generation.
 NO_COLLECTION = 2**31 - 1
 
 
@@ -400,7 +400,7 @@ def train_step(
         model.context.go_back(histories)
     adamw.clear_gradients(optimizer, model)
     # This call waits for the update.
-    frozen, code = run.exchange(stop_code)
+    frozen, code = run.frozen_share_and_code(stop_code)
     state.advance(
         tokens=batches.tokens,
         valid_tokens=batches.valid_tokens,

@@ -185,8 +185,8 @@ class Run:
             f"layers: {layers}"
         )
 
-    def exchange(self, stop_code: Callable[[], int]) -> tuple[float, int]:
-        """Return the fraction of values whose last update was lost, and the largest stop code.
+    def frozen_share_and_code(self, stop_code: Callable[[], int]) -> tuple[float, int]:
+        """Return the share of values whose last update was lost, and the largest stop code.
 
         Both are over all ranks, by one collective. `ExactAdamW.frozen_counts` defines lost updates.
 
@@ -214,7 +214,7 @@ class Run:
         decision: the decision whether to update the weights.
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
         figures: learning rate, gradient norm, and the figures of observers.
-        frozen: the fraction of values whose last update was lost.
+        frozen: the share of values whose last update was lost.
         """
         state = self.state
         loss = losses["loss"]
