@@ -388,21 +388,21 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     plus 1. If the run is later resumed from the same checkpoint, all lines of later steps are
     removed, including this line. Then the run trains the bad step again, and rolls back again.
     """
-    judged = run.state
+    state = run.state
     rollbacks = run.health.state.rollbacks + 1
-    path, record = _checkpoint_before(run.checkpoints, judged)
+    path, record = _checkpoint_before(run.checkpoints, state)
     step = record["progress"]["step"]
-    discarded = judged.step - step
+    discarded = state.step - step
     abandoned = []
     if run.accelerator.is_main_process:
         abandoned = [line for line in read_metrics(run.folder.path) if line["step"] > step]
     event = {
         "step": step + 1,
         "event": "rollback",
-        "reason": f"step {judged.step}: {reason}",
+        "reason": f"step {state.step}: {reason}",
         "resumed_from": step,
         "rollbacks": rollbacks,
-        "left_out": judged.left_out + discarded,
+        "left_out": state.left_out + discarded,
         "abandoned": abandoned,
     }
     run.console.warning(
@@ -416,22 +416,22 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
         is_branch=not is_own,
         in_run_folder=is_own,
         past=run.past,
-        next_place=judged.place,
+        next_place=state.place,
         event=event,
     )
 
 
-def _checkpoint_before(checkpoints: Checkpoints, judged: TrainState) -> tuple[Path, dict[str, Any]]:
+def _checkpoint_before(checkpoints: Checkpoints, state: TrainState) -> tuple[Path, dict[str, Any]]:
     """Return the path and the state.json of the checkpoint that a rollback restores.
 
-    judged: the counters after the bad step.
+    state: the counters after the bad step.
     """
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
     # Choose an older checkpoint if the run was already rolled back after this checkpoint was saved.
     # In this case, the run has discarded more steps than the checkpoint has recorded.
-    if record["progress"]["left_out"] != judged.left_out:
+    if record["progress"]["left_out"] != state.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
     return path, record
