@@ -210,18 +210,17 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
         engines=[engine for engine in engines.values() if engine is not None],
     )
     layers = decoder_layers(hf)
-    in_model = {}
+    in_models = {}
     for active in job.plan.precisions:
         name = active.precision.name
-        quantizes = active.precision.quantized
-        decisions = decide(hf, list(layers.values()), active) if quantizes else {}
-        in_model[name] = PrecisionInModel(active, engines[name], decisions, {})
-    fused, text = _fuse(job, layers, list(in_model.values()), context, device.type)
+        decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
+        in_models[name] = PrecisionInModel(active, engines[name], decisions, {})
+    fused, about_fusing = _fuse(job, layers, list(in_models.values()), context, device.type)
     model = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context, fused)
-    precision = ModelPrecision(context, in_model, job.plan.schedule)
-    for entry in in_model.values():
-        with precision.using(entry.name):
-            convert(hf, entry.decisions, context, fused)
+    precision = ModelPrecision(context, in_models, job.plan.schedule)
+    for name, in_model in in_models.items():
+        with precision.using(name):
+            convert(hf, in_model.decisions, context, fused)
     # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
     # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
     settings = job.recipe.model
@@ -232,21 +231,21 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     return Converted(
         model,
         precision,
-        describe_surroundings(job, model, text, device.type, compiles=compiles),
+        describe_surroundings(job, model, about_fusing, device.type, compiles=compiles),
     )
 
 
 def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
-    precisions: Sequence[PrecisionInModel],
+    in_models: Sequence[PrecisionInModel],
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
     """Fuse the layers that support it. Return the fused layers and a text for the audit.
 
     layers: map names to the decoder layers.
-    precisions: the precisions of the run.
+    in_models: the precisions of the run.
 
     The first value is None if no layer was fused. In this case the text contains the reason.
     """
@@ -263,7 +262,9 @@ def _fuse(
     arithmetic = choose_arithmetic(
         quantized_first[0], device_type, context, keeps_rotated=job.plan.keeps_rotated
     )
-    fused = fuse(layers, {entry.engine: entry.decisions for entry in precisions}, arithmetic)
+    fused = fuse(
+        layers, {in_model.engine: in_model.decisions for in_model in in_models}, arithmetic
+    )
     return fused if fused.layers else None, fused.describe()
 
 
@@ -349,17 +350,17 @@ def audit_precisions(
     precision.
     """
     precision = assembly.precision
-    for entry in precision.in_model.values():
-        with precision.using(entry.name):
-            if entry.engine is not None:
-                entry.engine.reset()
+    for name, in_model in precision.in_model.items():
+        with precision.using(name):
+            if in_model.engine is not None:
+                in_model.engine.reset()
             with console.progress(
                 "auditing the precision of products",
                 "packs",
                 total=REHEARSALS if assembly.context.state() else 1,
             ):
                 products = rehearse(job, accelerator, assembly)
-            entry.audit.update(describe(entry.active, entry.engine, assembly.hf, products))
+            in_model.audit.update(describe(in_model.active, in_model.engine, assembly.hf, products))
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
