@@ -55,7 +55,6 @@ from pretrain.plan.checks import check_step
 from pretrain.run import (
     checkpointing,
     evaluate,
-    evaluate_command,
     export,
     plan_command,
     resume_point,
@@ -66,6 +65,7 @@ from pretrain.run import (
 from pretrain.run.assembly import assemble
 from pretrain.run.checkpointing import RollbackPoint
 from pretrain.run.data import open_data, open_prepared
+from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
@@ -111,9 +111,7 @@ def launch(arguments: argparse.Namespace) -> int:
     )
     check_step(job.recipe, job.plan.packs)
     # The job of an evaluation after the training is checked now too.
-    evaluation = None
-    if job.recipe.evaluate.served:
-        evaluation = evaluate_command.served_job(job, accelerator)
+    evaluation = served_job(job, accelerator) if job.recipe.evaluate.served else None
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
@@ -446,7 +444,7 @@ def add_served_loss(
     # Free the model of the training.
     accelerator.free_memory()
     gc.collect()
-    record = evaluate_command.served_loss(job, accelerator)
+    record = served_loss(job, accelerator)
     console.notice(
         f"held-out loss served in {record['served_precision']}: {record['served_loss']:.4f}"
     )
