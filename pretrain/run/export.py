@@ -423,8 +423,10 @@ def _rows(run: RunRecord) -> dict[str, str]:
     }
     trunk = run.config["train"]["begin_with"]
     if trunk:
-        first_steps = f"the first {run.steps[0]['step'] - 1:,} of these steps"
-        rows["first steps"] = f"{first_steps} were trained by another run: {trunk}"
+        rows["first steps"] = (
+            f"the first {run.steps[0]['step'] - 1:,} of these steps were trained by another run: "
+            f"{trunk}"
+        )
     rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of {run.averaged_steps}"
