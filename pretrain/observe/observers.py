@@ -200,15 +200,16 @@ class Observers:
         schedule = self.precision.schedule
         phase_starts = [span.first for span in schedule.spans]
         is_quantized = schedule.at(number).precision.quantized
-        every = self.statistics_every
-        is_due_now = every is not None and (number in phase_starts or is_due(number, every))
+        is_statistics_step = self.statistics_every is not None and (
+            number in phase_starts or is_due(number, self.statistics_every)
+        )
         step = Step(
             number,
             is_quantized=is_quantized,
             is_new=any(
                 number - start in (0, 1) for start in (self.resumed_step + 1, *phase_starts)
             ),
-            measures_operands=is_quantized and is_due_now,
+            measures_operands=is_quantized and is_statistics_step,
         )
         due = [observer for observer in self.observers if observer.due(step)]
         with _all_of(observer.whole_step(step) for observer in due):
