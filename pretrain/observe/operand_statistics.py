@@ -38,9 +38,9 @@ from pretrain.precision.quantizers import Quantized
 
 Record = Mapping[str, Any]
 
-# The two ways in which values are lost. Map each way to two texts for the warning: a description
-# and the remedies.
-LOSSES = {
+# The two ways in which values are lost. They are also the keys of the shares of lost values. Map
+# each to two texts for the warning: a description and the remedies.
+LOST_VALUES = {
     "underflow": (
         "becomes zero",
         "`precision=mxfp8`, `fp8_config.fp8_format: HYBRID` for gradients, or layers in BF16 "
@@ -70,7 +70,7 @@ class OperandWatch(Observer):
     # The file fp8_statistics.jsonl, which the caller starts and finishes.
     file: JsonlTracker
     console: Console
-    # The keys of LOSSES about which this observer has already warned.
+    # The keys of LOST_VALUES about which this observer has already warned.
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
@@ -100,25 +100,25 @@ class OperandWatch(Observer):
 
 
 def warning_of(
-    number: int, precision: QuantizedPrecision, records: Sequence[Record], given: set[str]
+    number: int, precision: QuantizedPrecision, records: Sequence[Record], warned: set[str]
 ) -> str | None:
     """Return a warning if operands lose more values than is usual in `precision`, else None.
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the keys of LOSSES about which the user was already warned. There is no second warning
-        about these keys. The keys of the returned warning are added to this set.
+    warned: the keys of LOST_VALUES about which the user was already warned. There is no second
+        warning about these keys. The keys of the returned warning are added to this set.
     """
     warnings = []
-    for share, limit in precision.limits.items():
-        above = [record for record in records if record[share] > limit]
-        if not above or share in given:
+    for key, limit in precision.limits.items():
+        above = [record for record in records if record[key] > limit]
+        if not above or key in warned:
             continue
-        given.add(share)
-        worst = max(above, key=lambda record: record[share])
-        loss, remedy = LOSSES[share]
+        warned.add(key)
+        worst = max(above, key=lambda record: record[key])
+        description, remedy = LOST_VALUES[key]
         warnings.append(
-            f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {loss} "
+            f"{percent(worst[key])} of {worst['layer']}'s {worst['operand']} {description} "
             f"({len(above)} of {len(records)} operands are above {percent(limit)}); {remedy} "
             "loses less"
         )
@@ -183,8 +183,8 @@ class OperandStatistics(Probe):
     def records(self) -> list[dict[str, Any]]:
         """Return a dict of statistics for each operand that was observed.
 
-        The operands are in the order of their first observation. This method
-        waits for the device once.
+        The operands are in the order of their first observation. This method waits for the device
+        once.
         """
         figures = map(torch.stack, self._figures.values())
         rows = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in figures]
@@ -194,14 +194,15 @@ class OperandStatistics(Probe):
         ]
 
     def _record(self, name: str, role: Role, figures: Sequence[float]) -> dict[str, Any]:
-        amax, log2_scale, scaled, nonzero, underflow, finite, saturation = figures
+        """Return the statistics of an operand from its `figures`, see `measure`."""
+        amax, log2_scale, scaled, nonzero, underflowed, finite, saturated = figures
         record = {
             "layer": name,
             "operand": role,
             "amax": amax,
             "scale": math.exp2(log2_scale / scaled) if scaled else None,
-            "underflow": underflow / max(nonzero, 1),
-            "saturation": saturation / max(finite, 1),
+            "underflow": underflowed / max(nonzero, 1),
+            "saturation": saturated / max(finite, 1),
         }
         counts = self._of_experts.get((name, role))
         if counts is not None:
@@ -308,6 +309,6 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
         ]
         if scales:
             result[key] = math.exp2(math.fsum(map(math.log2, scales)) / len(scales))
-    for key in LOSSES:
+    for key in LOST_VALUES:
         result[f"fp8/{key}"] = max((record[key] for record in records), default=0.0)
     return result
