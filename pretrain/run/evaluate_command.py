@@ -46,50 +46,51 @@ from pretrain.settings.config import branch_checkpoint, load_recipe, run_address
 from pretrain.settings.recipe import Recipe
 
 
-def main(parsed: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Evaluate as the command line requests, and return 0.
 
     Raises InputError if the recipe or the weights cannot be evaluated.
     """
-    is_run = parsed.recipe.is_dir()
-    path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
+    is_run = options.recipe.is_dir()
+    path = options.recipe / "config.yaml" if is_run else options.recipe
     if is_run and not path.is_file():
         raise InputError(
-            f"{parsed.recipe}: this folder is not a run folder, because it has no config.yaml; "
+            f"{options.recipe}: this folder is not a run folder, because it has no config.yaml; "
             "choose either a run folder, such as runs/NAME, or a recipe; --resume chooses a "
             "checkpoint of the run"
         )
-    datasets = [argument for argument in parsed.overrides if "=" not in argument]
-    if len(datasets) + bool(parsed.tasks) > 1:
+    datasets = [argument for argument in options.overrides if "=" not in argument]
+    if len(datasets) + bool(options.tasks) > 1:
         raise InputError(
             f"command line: {' '.join(datasets)}: evaluate one file, one folder of files or "
             "--tasks at a time"
         )
-    of_tasks = (parsed.num_fewshot, parsed.limit, parsed.include_path)
-    if not parsed.tasks and any(option is not None for option in of_tasks):
+    task_options = (options.num_fewshot, options.limit, options.include_path)
+    if not options.tasks and any(option is not None for option in task_options):
         raise InputError(
             "command line: --num_fewshot, --limit and --include_path need --tasks; either add it, "
             "or remove them"
         )
-    if parsed.tasks:
+    if options.tasks:
         require_package("lm_eval", "tasks", "--tasks")
-    overrides = [f"run_dir={parsed.recipe}"] if is_run else []
-    overrides += [argument for argument in parsed.overrides if "=" in argument]
-    named = load_recipe(path, overrides)
-    names, skipped = supported_precisions(parsed.precisions or [], named)
-    # The default folder has the name of the precision, but --precisions selects no other run.
-    # `with_precision` removes variables, and the second call needs them too.
-    overrides += [f"run_dir={run_address_of(with_precision(named, dict(os.environ)))}"]
-    overrides += precision_overrides(names)
+    overrides = [f"run_dir={options.recipe}"] if is_run else []
+    overrides += [argument for argument in options.overrides if "=" in argument]
+    trained = load_recipe(path, overrides)
+    names, skipped = supported_precisions(options.precisions or [], trained)
+    # The default run folder has the name of the precision. Set the folder of the run before
+    # --precisions replaces its precision. `with_precision` removes variables of the environment,
+    # which its second call needs too.
+    run_address = run_address_of(with_precision(trained, dict(os.environ)))
+    overrides += [f"run_dir={run_address}", *precision_overrides(names)]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:
             folder = packing_folder(recipe, accelerator, stack)
-            with_dataset = [*overrides, *dataset_overrides(datasets[0], folder)]
-            recipe = recipe.model_copy(update={"data": load_recipe(path, with_dataset).data})
+            with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
+            recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, [*skipped, *notices], parsed, stack)
+        _evaluate(job, accelerator, [*skipped, *notices], options, stack)
         end_processes(accelerator)
     return 0
 
