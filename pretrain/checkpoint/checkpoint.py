@@ -138,8 +138,8 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         spared: int | None = None,
-        behind: bool = False,
-        say: Callable[[str], object] = print,
+        in_background: bool = False,
+        announce: Callable[[str], object] = print,
     ) -> Path:
         """Save the checkpoint of step `step` and delete old checkpoints.
 
@@ -153,16 +153,16 @@ class Checkpoints:
             optimizer: Tensors of the optimizer, by names that do not change between runs.
             state: JSON object that is saved with the tensors.
             spared: Step of a checkpoint that is not deleted, even if it is old.
-            behind: True to return when the tensors are copied to host memory. A thread then writes
-                the copies. If the host has too little memory for the copies, return when the files
-                of this rank are written. False to return when the checkpoint is complete.
-            say: Function that is called on the first rank with a message when the checkpoint is
-                complete.
+            in_background: True to return when the tensors are copied to host memory. A thread then
+                writes the copies. If the host has too little memory for the copies, return when the
+                files of this rank are written. False to return when the checkpoint is complete.
+            announce: Function that is called on the first rank with a message when the checkpoint
+                is complete.
 
         Raises:
             InputError: The checkpoint cannot be written, for example because the disk is full or
-                read-only. Earlier checkpoints are unchanged. With `behind`, the error is raised by
-                the next method that waits for the save.
+                read-only. Earlier checkpoints are unchanged. With `in_background`, the error is
+                raised by the next method that waits for the save.
         """
         start = time.perf_counter()
         final = step_folder(self.folder, step)
@@ -179,7 +179,7 @@ class Checkpoints:
             # writes a file before the collective in `_lay_out`, so only old files are removed.
             shutil.rmtree(partial, ignore_errors=True)
         files, index = self._lay_out(model, optimizer)
-        copies = self._staging.copy(files) if behind else None
+        copies = self._staging.copy(files) if in_background else None
         stopped = f"; training stopped for {time.perf_counter() - start:.2g} s" if copies else ""
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
 
@@ -189,20 +189,20 @@ class Checkpoints:
                     final, Manifest(step, self.world_size, records, **index), state_json
                 )
                 self._prune(final, spared)
-                say(f"saved {final} in {time.perf_counter() - start:.3g} s{stopped}")
+                announce(f"saved {final} in {time.perf_counter() - start:.3g} s{stopped}")
 
         written = self._thread.submit(write_part, partial, copies or files)
         self._pending = PendingSave(final, written, complete)
         if self.world_size == 1:
             self._pending.completed = self._thread.submit(lambda: complete(written.result()))
-        if behind and copies is None:
+        if in_background and copies is None:
             _log.warning(
                 "rank %d: host memory has no room for copies, so training stops until the files of "
                 "this rank are written",
                 self.rank,
             )
             written.exception()  # waits until the files of this rank are written
-        if not behind:
+        if not in_background:
             self.wait()
         return final
 

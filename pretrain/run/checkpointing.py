@@ -111,8 +111,8 @@ def save(run: Run, *, in_background: bool = False) -> None:
             optimizer_tensors,
             state,
             spared=run.best["step"] if run.best else None,
-            behind=in_background,
-            say=announce,
+            in_background=in_background,
+            announce=announce,
         )
 
 

@@ -37,14 +37,16 @@ def blocked_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def begin_and_change(checkpoints: Checkpoints, step: int) -> None:
     """Begin to save `step`, then change the tensors at once, as training does."""
     tensors = tensors_of(step)
-    checkpoints.save(step, *tensors, {"step": step}, behind=True)
+    checkpoints.save(step, *tensors, {"step": step}, in_background=True)
     assert checkpoints.latest == step_folder(checkpoints.folder, step), "a run can roll back to it"
     for tensor in (*tensors[0].values(), *tensors[1].values()):
         tensor.fill_(7)
 
 
 NEXT = {
-    "behind": lambda checkpoints: checkpoints.save(2, *tensors_of(2), {"step": 2}, behind=True),
+    "behind": lambda checkpoints: checkpoints.save(
+        2, *tensors_of(2), {"step": 2}, in_background=True
+    ),
     "save": lambda checkpoints: checkpoints.save(2, *tensors_of(2), {"step": 2}),
     "newest": Checkpoints.newest,
     "abandon_newer": lambda checkpoints: checkpoints.abandon_newer(1),

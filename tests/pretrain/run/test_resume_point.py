@@ -112,7 +112,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
     """Save tiny checkpoints of these steps into a run folder's `checkpoints`."""
     checkpoints = Checkpoints(folder / "checkpoints", keep=10)
     tensors = {"weight": torch.ones(3)}
-    return [checkpoints.save(step, tensors, {}, record_of(step), say=str) for step in steps]
+    return [checkpoints.save(step, tensors, {}, record_of(step), announce=str) for step in steps]
 
 
 # ── Find ──────────────────────────────────────────────────────────────────────────────────────────
