@@ -166,7 +166,7 @@ def _watching_forwards(
                 undo.callback(setattr, module, "forward", module.forward)
             else:
                 undo.callback(delattr, module, "forward")
-            module.forward = observer.during([name], "forward")(module.forward)
+            module.forward = observer.watching([name], "forward")(module.forward)
         yield
 
 

@@ -94,7 +94,7 @@ class ProductObserver:
             yield
 
     @contextmanager
-    def during(
+    def watching(
         self,
         names: Sequence[str],
         gemm: str,

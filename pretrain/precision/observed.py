@@ -70,7 +70,7 @@ def watched(
     observer = ActiveObserver.current
     if observer is None:
         return NO_CONTEXT
-    return observer.during(names, gemm, emulated, swapped=swapped)
+    return observer.watching(names, gemm, emulated, swapped=swapped)
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:
