@@ -70,8 +70,8 @@ def main(options: argparse.Namespace) -> int:
     if options.config and all(devices.count == 1 for devices in targets):
         raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
     loaded = load_recipe(options.recipe, options.overrides)
-    in_one = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
-    recipe = with_precision(in_one, os.environ)
+    with_default = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
+    recipe = with_precision(with_default, os.environ)
     plans, unsuitable = _plan_in_precisions(
         recipe, options.overrides, is_set=loaded.precision is not None
     )
@@ -133,9 +133,9 @@ def _plan_in_precisions(
         settings = recipe.fp8_config.model_copy(
             update={"scope": f"linear{label.removeprefix(name)}"}
         )
-        in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
+        candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans[label] = plan_elsewhere(in_one, overrides, data)
+            plans[label] = plan_elsewhere(candidate, overrides, data)
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable
