@@ -189,13 +189,13 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     }
 
 
-def engine_of(name: str, lacks: str | None) -> str:
+def engine_of(name: str, reason: str | None) -> str:
     """Return the engine of the GEMMs in a precision, with the reason for an emulation.
 
-    lacks: the reason why the hardware does not support the precision, or None.
+    reason: the reason why the hardware does not support the precision, or None.
     """
-    if lacks:
-        return f"emulation; it {lacks}"
+    if reason:
+        return f"emulation; it {reason}"
     return "transformer_engine" if PRECISIONS[name].quantized else "torch"
 
 
