@@ -250,7 +250,7 @@ def build(
         assembly.surroundings["cuda_graphs"],
         run.report_graphs,
         # For each weight, a step with `log.gap` may need an FP32 gradient and a BF16 copy.
-        later_bytes=6 * job.plan.flops.parameters * bool(job.recipe.log.gap),
+        later_bytes=6 * job.plan.flops.parameters if job.recipe.log.gap else 0,
     )
     if source:
         checkpointing.resume_precision(run, source)

@@ -66,7 +66,7 @@ class Shape:
             "hidden": hidden,
             "heads": heads,
             "kv_heads": kv_heads,
-            "head_dim": first_of("head_dim", default=heads and hidden // heads),
+            "head_dim": first_of("head_dim", default=hidden // heads if heads else 0),
             "feed_forward": first_of(
                 "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden
             ),

@@ -257,9 +257,8 @@ def _print_loss(
     precision: the name of the precision that the model computes in.
     """
     figures = held_out_figures(job, assembly.model, accelerator)
-    penalty = ""
-    if "held_out_penalty" in figures:
-        penalty = f"   penalty {figures['held_out_penalty']:.6f}"
+    has_penalty = "held_out_penalty" in figures
+    penalty = f"   penalty {figures['held_out_penalty']:.6f}" if has_penalty else ""
     console.notice(
         f"  {precision:<8} {figures['held_out_loss']:.6f}   "
         f"perplexity {figures['held_out_perplexity']:.4g}{penalty}   "

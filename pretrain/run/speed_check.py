@@ -79,7 +79,7 @@ def compare(
         "parts": dict(prediction.parts),
         "cause": cause,
         "text": f"speed: predicted {prediction.tokens_per_second:,.0f}, measured {measured:,.0f} "
-        f"tokens/s ({round(100 * (ratio - 1)):+d} %){cause and f': {cause}'}",
+        f"tokens/s ({round(100 * (ratio - 1)):+d} %){f': {cause}' if cause else ''}",
     }
 
 

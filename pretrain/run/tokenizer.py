@@ -145,7 +145,7 @@ def fingerprint_at(location: str | None) -> str | None:
     """
     # An InputError means that there is no tokenizer, or that the machine has no network.
     with contextlib.suppress(InputError):
-        return location and load_text_tokenizer(location).fingerprint
+        return load_text_tokenizer(location).fingerprint if location else None
     return None
 
 

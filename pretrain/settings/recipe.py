@@ -104,7 +104,7 @@ class ModelSettings(Settings):
     @property
     def repository(self) -> str | None:
         """Return `source` without its revision: a folder or a name on the Hugging Face hub."""
-        return self.source and split_revision(self.source)[0]
+        return split_revision(self.source)[0] if self.source else None
 
     @property
     def revision(self) -> str | None:
@@ -112,7 +112,7 @@ class ModelSettings(Settings):
 
         Return None if `source` has no revision. Then the main branch is used.
         """
-        return self.source and split_revision(self.source)[1]
+        return split_revision(self.source)[1] if self.source else None
 
     @property
     def weights_source(self) -> str | None:
