@@ -281,8 +281,10 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
         f"torch.compile: {audited['compiled'].replace('nothing', 'off')}",
         *(["deterministic"] if audited["deterministic"] != "no" else []),
     ]
-    layers = observed_layers(audited["products"])
-    return {"layers": "\n".join(layers), "settings": "\n".join(settings)}
+    return {
+        "layers": "\n".join(observed_layers(audited["products"])),
+        "settings": "\n".join(settings),
+    }
 
 
 # ── Requested and effective precisions ────────────────────────────────────────────────────────────

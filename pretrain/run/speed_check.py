@@ -20,12 +20,8 @@ COMPARED = 20
 
 def predict_phase(job: Job, step: int, attention: str) -> Prediction:
     """Return the predicted speed of a run in the precision of `step`, with a packed attention."""
-    plan = replace(
-        job.plan,
-        schedule=replace(job.plan.schedule, phases=[(None, job.plan.schedule.at(step))]),
-        attention=attention,
-    )
-    return predict(plan)
+    schedule = replace(job.plan.schedule, phases=[(None, job.plan.schedule.at(step))])
+    return predict(replace(job.plan, schedule=schedule, attention=attention))
 
 
 def line_about_attention(job: Job, step: int) -> str | None:

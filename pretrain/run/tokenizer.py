@@ -121,7 +121,8 @@ def tokens_of(
         key = f"{role}_token_id"
         token = tokenizer[f"{role}_id"]
         ids = given.get(key)
-        if None not in (ids, token) and token not in (ids if isinstance(ids, list) else [ids]):
+        allowed = ids if isinstance(ids, list) else [ids]
+        if ids is not None and token is not None and token not in allowed:
             raise InputError(
                 f"`model.config.{key}: {ids}`: the {name} token of the data's tokenizer "
                 f"({tokenizer.get('name', 'unnamed')}) is {token}; remove `{key}` from "
