@@ -136,36 +136,36 @@ class StepWatch:
     """A step and its due observers. Each method calls one hook of all these observers."""
 
     step: Step
-    due: Sequence[Observer]
+    observers: Sequence[Observer]
 
     @property
     def separates_first_microbatch(self) -> bool:
         """Return whether a due observer sets `Observer.separates_first_microbatch`."""
-        return any(observer.separates_first_microbatch for observer in self.due)
+        return any(observer.separates_first_microbatch for observer in self.observers)
 
     @property
     def observes_passes(self) -> bool:
         """Return whether a due observer sets `Observer.observes_passes`."""
-        return any(observer.observes_passes for observer in self.due)
+        return any(observer.observes_passes for observer in self.observers)
 
     def passes(self, batches: StepBatches, place: int) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.passes` of each due observer."""
-        return _all_of(observer.passes(self.step, batches, place) for observer in self.due)
+        return _all_of(observer.passes(self.step, batches, place) for observer in self.observers)
 
     def first_microbatch(self) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.first_microbatch` of each due observer."""
-        return _all_of(observer.first_microbatch(self.step) for observer in self.due)
+        return _all_of(observer.first_microbatch(self.step) for observer in self.observers)
 
     def judge(self, decision: StepDecision) -> StepDecision:
         """Pass the health check's decision through `Observer.judge` of each due observer."""
-        for observer in self.due:
+        for observer in self.observers:
             decision = observer.judge(self.step, decision)
         return decision
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of all due observers in one dict."""
         figures: dict[str, Any] = {}
-        for observer in self.due:
+        for observer in self.observers:
             figures |= observer.metrics(self.step)
         return figures
 
@@ -174,7 +174,8 @@ class StepWatch:
     ) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.update` of each due observer."""
         return _all_of(
-            observer.update(self.step, learning_rate, updates, losses) for observer in self.due
+            observer.update(self.step, learning_rate, updates, losses)
+            for observer in self.observers
         )
 
 
