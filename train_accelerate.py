@@ -247,7 +247,7 @@ def build(
         checkpoints.abandon_newer(state.step)
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(
-        assembly.surroundings["cuda_graphs"],
+        assembly.shared_audit["cuda_graphs"],
         run.report_graphs,
         # For each weight, a step with `log.gap` may need an FP32 gradient and a BF16 copy.
         later_bytes=6 * job.plan.flops.parameters if job.recipe.log.gap else 0,

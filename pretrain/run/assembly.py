@@ -87,7 +87,7 @@ class Converted:
     model: PackedLanguageModel
     precision: ModelPrecision
     # The part of audit.json that is the same in all precisions.
-    surroundings: dict[str, Any]
+    shared_audit: dict[str, Any]
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Assembly:
     optimizer: ExactAdamW
     precision: ModelPrecision
     # The part of audit.json that is the same in all precisions.
-    surroundings: dict[str, Any]
+    shared_audit: dict[str, Any]
 
     @property
     def context(self) -> PrecisionContext:
@@ -111,7 +111,7 @@ class Assembly:
     @property
     def audit(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        record = self.precision.current.audit | self.surroundings
+        record = self.precision.current.audit | self.shared_audit
         schedule = self.precision.schedule
         if schedule.changes:
             record |= {
@@ -231,7 +231,7 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     return Converted(
         model,
         precision,
-        describe_surroundings(job, model, about_fusing, device.type, compiles=compiles),
+        describe_shared_audit(job, model, about_fusing, device.type, compiles=compiles),
     )
 
 
@@ -285,7 +285,7 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
     set_weights(built.hf, built.values, optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
-    return Assembly(built.hf, model, optimizer, converted.precision, converted.surroundings)
+    return Assembly(built.hf, model, optimizer, converted.precision, converted.shared_audit)
 
 
 def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
@@ -411,7 +411,7 @@ def first_tokens(batch: Microbatch, tokens: int) -> Microbatch:
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
-def describe_surroundings(
+def describe_shared_audit(
     job: Job, packed: PackedLanguageModel, fused: str, device_type: str, *, compiles: bool
 ) -> dict[str, Any]:
     """Return the part of audit.json that is the same in all precisions.

@@ -99,7 +99,7 @@ class Run:
 
     def report_graphs(self, status: str) -> None:
         """Print the decision about CUDA graphs, and write it to audit.json."""
-        self.assembly.surroundings["cuda_graphs"] = status
+        self.assembly.shared_audit["cuda_graphs"] = status
         self.write_audit()
         self.console.notice(f"CUDA graphs {status}")
 
@@ -278,7 +278,7 @@ class Run:
             event = compare(
                 self.prediction,
                 self.recent_steps,
-                self.assembly.surroundings["cuda_graphs"],
+                self.assembly.shared_audit["cuda_graphs"],
                 *load_of(self.accelerator.device.index or 0),
             )
             self.trackers.log(event)
