@@ -68,7 +68,7 @@ from pretrain.run.data import open_data, open_prepared
 from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
-from pretrain.run.run import Run, introduce_job, is_over, recorder_of
+from pretrain.run.run import Run, is_over, open_console, recorder_of
 
 # Threshold of garbage collection for the oldest generation. No training reaches it, so Python does
 # not collect this generation.
@@ -112,7 +112,7 @@ def launch(arguments: argparse.Namespace) -> int:
     check_step(job.recipe, job.plan.packs)
     # The job of an evaluation after the training is checked now too.
     evaluation = served_job(job, accelerator) if job.recipe.evaluate.served else None
-    console = introduce_job(job, accelerator, notices)
+    console = open_console(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (

@@ -40,7 +40,7 @@ from pretrain.run.evaluate import held_out_figures
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import find_checkpoint
-from pretrain.run.run import introduce_job
+from pretrain.run.run import open_console
 from pretrain.run.startup import explaining_errors
 from pretrain.settings.config import branch_checkpoint, load_recipe, run_address_of
 from pretrain.settings.recipe import Recipe
@@ -202,7 +202,7 @@ def _evaluate(
     Raises InputError if no packs are held out, if a task cannot be computed, or if the run has
     neither a checkpoint nor weights from a source.
     """
-    console = introduce_job(job, accelerator, notices)
+    console = open_console(job, accelerator, notices)
     if not options.tasks and job.data.held_out is None:
         raise InputError(
             "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "

@@ -298,8 +298,8 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
     )
 
 
-def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Create and return the console of the run, and print notices to the console.
+def open_console(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
+    """Return a new console of the run, after printing notices to it.
 
     There are three kinds of notices: `Plan.notices`, `notices`, and a warning for each precision of
     the recipe that is replaced by another precision.
