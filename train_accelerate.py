@@ -68,7 +68,7 @@ from pretrain.run.data import open_data, open_prepared
 from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
-from pretrain.run.run import Run, is_over, open_console, recorder_of
+from pretrain.run.run import Run, open_console, recorder_of, report_if_finished
 
 # Threshold of garbage collection for the oldest generation. No training reaches it, so Python does
 # not collect this generation.
@@ -150,7 +150,7 @@ def carry_out(
     )
     distributed.refused_together(folder.claim)
     resumed_step = source.step if source else 0
-    if resumed_step >= job.plan.steps and is_over(job, folder, console):
+    if resumed_step >= job.plan.steps and report_if_finished(job, folder, console):
         return 0
     profile = None
     if arguments.profile:

@@ -315,8 +315,8 @@ def open_console(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> 
     return console
 
 
-def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
-    """Return True if the run is already finished. Then also print the results of the run.
+def report_if_finished(job: Job, folder: RunFolder, console: Console) -> bool:
+    """Print the results of the run and return True if the run is already finished.
 
     A run is finished if its folder has a summary of the job's last step, and if its model was
     exported or `checkpoint.at_end` is off.
