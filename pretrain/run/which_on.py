@@ -120,7 +120,7 @@ def table_of_answers(answers: Mapping[str, Answer]) -> str:
 
 
 def is_worth_a_run(base: float | None, speed: float | None, answer: Answer | None) -> bool:
-    """Return True unless a precision is not faster, or its recorded loss lies above the margin.
+    """Return False if a precision is not faster, or if its recorded loss is above the margin.
 
     base, speed: the predicted speeds of the baseline and of the precision, or None.
     answer: the recorded answer, or None if the precision was never measured.
