@@ -198,8 +198,10 @@ class StepCheck(Observer):
                 for item in one_of_each_shape([*self._optimizer.hidden.values()], updates)
             ]
         yield
-        weights = {"loss": 1.0, "penalty": self._recipe.loss.penalty_weight} | {
-            "router_loss": self._packed.routing.coefficient
+        weights = {
+            "loss": 1.0,
+            "penalty": self._recipe.loss.penalty_weight,
+            "router_loss": self._packed.routing.coefficient,
         }
         logged = sum(weight * losses[name] for name, weight in weights.items() if weight)
         if abs(logged - self._loss) > LOSS_TOLERANCE * abs(self._loss):
