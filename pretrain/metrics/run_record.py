@@ -80,9 +80,9 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
 
     `steps` contains the step numbers of the run in ascending order. With N as the last step number,
     the end consists of the last N / 5 step numbers, rounded up, or of the last FEWEST_STEPS if that
-    is more. A branch has only the steps after its starting checkpoint. But its step
-    numbers continue the numbers of the earlier run, so its end has the same length as the end of a
-    run that is not a branch.
+    is more. A branch has only the steps after its starting checkpoint. But its step numbers
+    continue the numbers of the earlier run, so its end has the same length as the end of a run that
+    is not a branch.
 
     Summaries, tables and plots use this definition.
     """

@@ -43,8 +43,8 @@ class Observer:
     """Base class of observers. Each hook does nothing unless a subclass overrides it.
 
     The hooks of a step are called in the order of their definition. Hooks that are context managers
-    may raise an exception when the caller's `with` statement ends. All hooks except
-    `whole_step` may communicate between ranks, so all ranks must call these hooks.
+    may raise an exception when the caller's `with` statement ends. All hooks except `whole_step`
+    may communicate between ranks, so all ranks must call these hooks.
     """
 
     # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
