@@ -108,7 +108,7 @@ class StepCheck(Observer):
         # For each microbatch whose backward has begun, FP64 [3]: the number of labels, the summed
         # loss, and the factor by which this loss is multiplied before backward.
         seen: list[Tensor] = []
-        # Results of `_fit_bf16`, bool scalars: after the microbatches in `checked_after`, and after
+        # Results of `_fit_bf16`, bool scalars: after each of the first two microbatches, and after
         # the last one.
         sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch. The number is read only
@@ -118,11 +118,8 @@ class StepCheck(Observer):
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
         sharding = self._packed.sharding
-        # Numbers of microbatches whose sums are checked before the next microbatch is added. With
-        # more microbatches, the sums have more bits, and the check could not find that earlier sums
-        # were rounded to BF16. The sum of one microbatch has more bits than BF16 if it is a sum
-        # over ranks.
-        checked_after = (1, 2) if sharding and not sharding.once_a_step else (2,)
+        # True if each microbatch's gradients are summed over ranks before they are accumulated.
+        is_reduced = bool(sharding and not sharding.once_a_step)
         not_gathered = sharding.stale_weights() if sharding else []
         cached_weights = CachedWeights()
 
@@ -135,16 +132,17 @@ class StepCheck(Observer):
                     torch.stack([figure.double() for figure in (*figures, gradient.detach())])
                 )
             )
-            if len(seen) in checked_after:
-                sums_fit_bf16.append(self._fit_bf16())
+            # Check the first sums before the next microbatch is added. With more microbatches, the
+            # sums have more bits, and the check could not find that earlier sums were rounded.
+            if len(seen) in (1, 2):
+                sums_fit_bf16.append(self._fit_bf16(seen, over_ranks=is_reduced))
 
         with (
             self._packed.register_forward_hook(after_forward, with_kwargs=True),
             self._packed.context.probing(cached_weights),
         ):
             yield
-        if len(seen) > 1:
-            sums_fit_bf16.append(self._fit_bf16())
+        sums_fit_bf16.append(self._fit_bf16(seen, over_ranks=True))
         labels, losses, factors = torch.stack(seen).unbind(1)
         sums = torch.stack([labels.sum(), losses.sum()])
         total, loss = self._accelerator.reduce(sums, reduction="sum").tolist()
@@ -230,16 +228,24 @@ class StepCheck(Observer):
         parts = map(local_part, gradients_of(self._packed).values())
         return [torch.zeros(0, device=self._packed.hf.device), *parts]
 
-    def _fit_bf16(self) -> Tensor:
+    def _fit_bf16(self, seen: Sequence[Tensor], *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
-        The samples are `some_values` of each FP32 sum. Zeros are not counted.
+        The samples are `some_values` of each FP32 sum. Zeros are not counted. Return False for the
+        gradients of one microbatch, which may be BF16 values. A microbatch without labels has no
+        gradients.
+
+        seen: for each microbatch in the sums, a tensor that begins with the number of its labels.
+        over_ranks: True for sums over all ranks. Then all ranks must call this method.
         """
         values = torch.cat(
             [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         )
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
-        return fits.sum() > BF16_VALUED * (values != 0).sum()
+        labelled = torch.stack([labels for labels, *_ in seen]).count_nonzero()
+        if over_ranks:
+            labelled = self._accelerator.reduce(labelled, reduction="sum")
+        return (labelled > 1) & (fits.sum() > BF16_VALUED * (values != 0).sum())
 
 
 class CachedWeights(Probe):

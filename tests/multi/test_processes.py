@@ -197,28 +197,40 @@ def test_vanishing_gradients_are_not_taken_for_rounded_ones(
     assert run.status == 0, run.output
 
 
+def labelled_packs(folder: Path, masks: list[np.ndarray]) -> str:
+    """Write a pack of one random document for each mask of the tokens with a loss."""
+    draw = np.random.default_rng(0)
+    lengths = np.array([PACK_LENGTH], dtype=np.int32)
+    packs = [
+        Pack(draw.integers(VOCABULARY, size=PACK_LENGTH, dtype=np.uint32), lengths, mask)
+        for mask in masks
+    ]
+    splits = {"train": [packs]}
+    arrow.write_packs(folder, PACK_LENGTH, splits, settings={}, statistics={}, tokenizer=None)
+    return str(folder)
+
+
 def test_gradients_of_one_token_are_not_taken_for_rounded_ones(
     start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     """Products of two values in MXFP8 fit into BF16. Each pack of this data has one label."""
-    draw = np.random.default_rng(0)
-    one_label = np.arange(PACK_LENGTH) == PACK_LENGTH - 1
-    packs = [
-        Pack(
-            draw.integers(VOCABULARY, size=PACK_LENGTH, dtype=np.uint32),
-            np.array([PACK_LENGTH], dtype=np.int32),
-            one_label,
-        )
-        for _ in range(8)
-    ]
-    splits = {"train": [packs]}
-    arrow.write_packs(
-        tmp_path / "packs", PACK_LENGTH, splits, settings={}, statistics={}, tokenizer=None
-    )
     recipe = recipe_for(tmp_path / "run")
     recipe["model"]["config"] |= {"hidden_size": 64, "head_dim": 16}
-    recipe["data"]["packs"] = str(tmp_path / "packs")
+    one_label = np.arange(PACK_LENGTH) == PACK_LENGTH - 1
+    recipe["data"]["packs"] = labelled_packs(tmp_path / "packs", [one_label] * 8)
     recipe |= {"precision": "mxfp8", "train": {"steps": 2}, "evaluate": {}}
     recipe |= {"fp8_config": {"on_unsupported": "emulate"}}
     run = start_as_ranks(recipe, tmp_path, launch=LAUNCH["fsdp2"])
+    assert run.status == 0, run.output
+
+
+def test_gradients_of_one_labelled_pack_are_not_taken_for_rounded_ones(
+    start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    """A product in BF16 returns BF16 values. One of the 8 packs of a step has labels."""
+    recipe = recipe_for(tmp_path / "run")
+    masks = [np.full(PACK_LENGTH, number == 0) for number in range(8)]
+    recipe["data"]["packs"] = labelled_packs(tmp_path / "packs", masks)
+    recipe |= {"precision": "bf16", "train": {"steps": 2}, "evaluate": {}}
+    run = start_as_ranks(recipe, tmp_path, "batch.microbatch=1", launch=LAUNCH["fsdp2"])
     assert run.status == 0, run.output

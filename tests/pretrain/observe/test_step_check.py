@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,7 +16,7 @@ from pretrain.optimizer import muon
 from pretrain.optimizer.muon import Hidden
 from tests.pretrain.verify.faults import Fault
 from tests.pretrain.verify.mutations import FAULTS
-from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run
+from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run, step_of
 from tests.pretrain.verify.update_faults import PENALIZED
 
 STALE = "a weight's cached copy is stale in every second step"
@@ -63,6 +66,19 @@ def test_a_correct_update_with_penalty_and_router_loss_passes(
     balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
     monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
     build_run(accelerator, "fp32", kind, loss=PENALIZED).train()
+
+
+@pytest.mark.parametrize("labelled", [[0], [3], [1, 2, 3]])
+def test_gradients_of_one_labelled_microbatch_may_be_bf16_values(
+    labelled: list[int], accelerator: Accelerator
+) -> None:
+    run = build_run(accelerator, "bf16")
+    packs = [
+        replace(pack, trained=np.full(len(pack.input_ids), number in labelled))
+        for number, pack in enumerate(run.packs)
+    ]
+    run.step = step_of(packs, packs_a_microbatch=1)
+    run.train()
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16_exact"])
