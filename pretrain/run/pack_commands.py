@@ -119,14 +119,14 @@ def follow_command(options: argparse.Namespace) -> None:
 
 
 def inspect_command(options: argparse.Namespace) -> None:
-    """Describe all packs at or below a path. With --index, also print the text of one pack."""
+    """Describe all packs at or below a path. With --index, print the text of a pack of each."""
     path = options.path
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
         path = load_data([str(path)]).packs
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
-    if options.index is not None:
-        _print_text(find_splits(path, None)["train"](), options.index, options.tokenizer)
+        if options.index is not None:
+            _print_text(find_splits(folder, None)["train"](), options.index, options.tokenizer)
 
 
 def _describe(path: Path, verify: bool) -> None:

@@ -662,7 +662,7 @@ INSPECT = Command(
     The packs may be of this project (Arrow), MDS shards or token .bin files.
     """,
     option("path", type=Path, help="folder or file of packs, or RECIPE.yaml"),
-    option("--index", type=int, help="also print the text of this training pack"),
+    option("--index", type=int, help="also print the text of this training pack of each source"),
     option(
         "--tokenizer",
         help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",

@@ -58,6 +58,17 @@ def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsy
     assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
 
 
+def test_inspect_prints_a_pack_of_each_source(recipe: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "y.jsonl").write_text((tmp_path / "x.jsonl").read_text())
+    sources = [{"source": f"{tmp_path}/{name}.jsonl", "weight": 0.5} for name in "xy"]
+    recipe.write_text(
+        recipe.read_text().replace(f"source: {tmp_path}/x.jsonl", f"sources: {json.dumps(sources)}")
+    )
+    assert main(["prepare", str(recipe)]) == 0
+    assert main(["inspect", str(recipe), "--index", "0"]) == 0
+    assert capsys.readouterr().out.count("── document at 0") == 2
+
+
 def test_data_in_place_of_a_recipe_is_named(recipe: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "x.json").write_text("[1]")
     for source in (tmp_path / "x.jsonl", tmp_path, tmp_path / "x.json"):
