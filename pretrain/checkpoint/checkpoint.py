@@ -415,8 +415,9 @@ class Checkpoints:
         if problems := on_disk.mismatches(index, tensors):
             raise InputError(
                 f"{path}: the checkpoint does not fit this run: {'; '.join(problems[:5])}. Either "
-                "use the recipe that this checkpoint was saved with, or choose another checkpoint, "
-                "or set another `run_dir` to start from the beginning"
+                "use the model and the optimizer of this checkpoint, or choose another checkpoint, "
+                "or start without one: set another `run_dir`, without `train.begin_with` and "
+                "--resume"
             )
         on_disk.load_tensors(path, index, tensors)
         self._complete = path

@@ -199,8 +199,9 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     The settings of the schedule are not included if they do not change the steps before the
     checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
-    saved = record["identity"]
-    present = job.identity
+    # The identity of a training with AdamW lacks the name of the optimizer.
+    saved = {"optimizer.name": "adamw"} | record["identity"]
+    present = {"optimizer.name": "adamw"} | job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
     saved_ends, ends = (
         {*(identity.get("data.weights_until") or ())} for identity in (saved, present)
@@ -335,7 +336,8 @@ def require_same_training(
 ) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
-    changes: the result of `changes_since`. The message lists them.
+    changes: the result of `changes_since`. The message lists them. It suggests --accept-changes
+        unless the optimizer has changed or no step is left to train.
     run_checkpoints: the checkpoints of the run folder.
 
     If only the schedule or the length of the training has changed, the message suggests a
@@ -346,21 +348,27 @@ def require_same_training(
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    changed = "".join(f"\n  {line}" for line in lines_of(changes, source.record, job).values())
-    message = (
-        f"{source.path}: the checkpoint was made by another recipe:{changed}\nEither pass "
-        "--accept-changes to continue this run with the present values, or start a new run: set "
-        "another `run_dir`, without --resume."
+    message = "\n".join(
+        [
+            f"{source.path}: the checkpoint was made by another recipe:",
+            *(f"  {line}" for line in lines_of(changes, source.record, job).values()),
+            "To start a new run, set another `name` or `run_dir`, without --resume.",
+        ]
     )
+    # The state of the other optimizer does not fit, and a finished run has no step left.
+    if "optimizer.name" not in changes and source.step < job.plan.steps:
+        message += " To continue this run with the present values, pass --accept-changes."
     if only_schedule:
-        earlier = (
-            f" To continue with this schedule, pass an earlier checkpoint to --resume: {path}."
-            for path in run_checkpoints
-            if path != source.path
-            and (path / STATE).is_file()
-            and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
+        message += next(
+            (
+                f" To continue with this schedule, pass an earlier checkpoint to --resume: {path}."
+                for path in run_checkpoints
+                if path != source.path
+                and (path / STATE).is_file()
+                and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
+            ),
+            "",
         )
-        message += next(earlier, "")
     raise InputError(message)
 
 

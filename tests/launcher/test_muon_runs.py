@@ -88,7 +88,8 @@ def test_a_run_with_adamw_is_not_resumed_with_muon(
     recipe = recipe_of(recipe_for, tmp_path / "run")
     assert start_here(recipe, tmp_path, "train.steps=4").status == 0
     refused = start_here(recipe, tmp_path, *MUON)
-    assert "optimizer.name" in refused.refusal
+    assert 'optimizer.name: saved "adamw", now "muon"' in refused.refusal
+    assert "--accept-changes" not in refused.refusal
     forced = start_here(recipe, tmp_path, *MUON, "--accept-changes")
     assert "the checkpoint does not fit this run" in forced.refusal
 

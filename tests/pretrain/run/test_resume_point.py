@@ -274,13 +274,25 @@ SEED_CHANGED = {"seed": (0, 1)}
 
 @pytest.mark.parametrize("in_run_folder", [True, False])
 def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None:
-    checkpoint = checkpoint_at(12, in_run_folder=in_run_folder)
+    checkpoint = checkpoint_at(6, in_run_folder=in_run_folder)
     with pytest.raises(InputError) as error:
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert "set another `run_dir`, without --resume" in message
+    assert "set another `name` or `run_dir`, without --resume" in message
     assert "--accept-changes" in message
+
+
+@pytest.mark.parametrize(
+    ("steps", "identity"), [(12, {"seed": 1}), (24, {"optimizer.name": "muon"})]
+)
+def test_accepting_changes_is_not_advised_if_no_step_could_follow(
+    steps: int, identity: dict[str, Any]
+) -> None:
+    checkpoint = checkpoint_at(12)
+    job = job_of(steps, **identity)
+    with pytest.raises(InputError, match=r"without --resume\.$"):
+        require_same_training(checkpoint, changes_since(checkpoint.record, job), job, [])
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
@@ -290,7 +302,7 @@ def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: 
     changes = changes_since(checkpoint.record, job)
     with pytest.raises(InputError, match=rf"to --resume: {early}\.$"):
         require_same_training(checkpoint, changes, job, [newest, early])
-    with pytest.raises(InputError, match=r"without --resume\.$"):
+    with pytest.raises(InputError, match=r"pass --accept-changes\.$"):
         require_same_training(checkpoint, changes, job, [newest])
 
 
