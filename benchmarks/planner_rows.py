@@ -21,6 +21,7 @@ from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.plan.memory import BYTES, Devices
 from pretrain.plan.speed import step_seconds
 from pretrain.plan.work import RECOMPUTED, Work
+from pretrain.precision.settings import PRECISIONS
 
 ROWS = Path(__file__).with_name("planner_rows.csv")
 
@@ -56,6 +57,7 @@ def _work_in(values: Mapping[str, str]) -> Work:
         flops=_flops_in(values),
         precision=precision,
         low_head=head == "head",
+        keeping_codes=float(PRECISIONS[precision].quantized),
         attention=f"packed_{values['attention']}",
         mean_squared=float(values["mean_squared_length"]),
         tokens=int(values["tokens_per_step"]) // gpus,

@@ -220,10 +220,11 @@ def _sent(work: Work, microbatches: float) -> float:
     sent = SENT["sum"] * share * (copies - 1) / copies
     sent += MUON_SENT[work.devices.topology] * work.flops.hidden_weights
     if work.devices.shards > 1:
+        # Share of the weights that are gathered once a step. The others are gathered by forward and
+        # backward of each microbatch.
+        once = 1.0 if work.devices.topology == "zero" else work.keeping_codes
         reductions = microbatches if work.devices.topology == "fsdp2" else 1
-        # Forward and backward gather weights in each microbatch, but quantized weights once a step.
-        is_for_each_use = work.devices.topology == "fsdp2" and work.precision == BF16.name
-        gathers = 2 * microbatches if is_for_each_use else 1
+        gathers = once + (1 - once) * 2 * microbatches
         bytes_sent = SENT["gather"] * gathers + SENT["reduce"] * reductions
         sent += bytes_sent * share * (work.devices.shards - 1)
     return sent
@@ -281,7 +282,9 @@ def _predict_step(
     are scaled to the measured steps of the same kind. With `rates`, they depend on the rates alone,
     because this machine may be faster or slower than the machine of the measured steps.
     """
-    plain = replace(work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0)
+    plain = replace(
+        work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0, keeping_codes=0.0
+    )
     parts = step_seconds(card, work, rates)
     in_bf16 = sum(step_seconds(card, plain, rates).values())
     ratio = None if rates else measured_ratio(card, work, measured_steps())

@@ -26,6 +26,8 @@ class Work:
     # Shares of the layers' weights outside of experts, and of experts, that stay in BF16.
     kept: float = 0.0
     experts_kept: float = 0.0
+    # Share of the layers that keep codes of their weights. FSDP2 gathers these weights once a step.
+    keeping_codes: float = 0.0
     # Name of the packed attention.
     attention: str
     # Mean over tokens of the length of the document that contains the token.
@@ -82,6 +84,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         low_head=low and active.settings.scope != "linear",
         kept=kept / (active.precision.number_bytes * in_layers),
         experts_kept=sum(layers[-1].experts_left_out.values()),
+        keeping_codes=sum(layer.keeps_codes for layer in layers) / len(layers),
         attention=plan.attention,
         mean_squared=plan.mean_squared,
         tokens=microbatches * size * recipe.data.length,

@@ -249,24 +249,29 @@ def test_muon_adds_to_the_optimizer_and_to_the_communication(
 
 
 @pytest.mark.parametrize(
-    ("devices", "precision", "sent"),
+    ("devices", "keeping_codes", "sent"),
     [
-        (Devices(2), "bf16", 8 / 2),
-        (Devices(2, sharded=True, gathered=True), "bf16", (2 + 4) / 2),
-        (Devices(2, sharded=True), "bf16", 3 * (2 + 2 + 4) / 2),
-        (Devices(2, sharded=True), "delayed", (2 + 3 * 4) / 2),
-        (Devices(4, sharded=True, replicas=2), "delayed", (2 + 3 * 4) / 2 + 8 / 2 / 2),
+        (Devices(2), 0.0, 8 / 2),
+        (Devices(2, sharded=True, gathered=True), 0.0, (2 + 4) / 2),
+        (Devices(2, sharded=True), 0.0, 3 * (2 + 2 + 4) / 2),
+        (Devices(2, sharded=True), 1.0, (2 + 3 * 4) / 2),
+        (Devices(2, sharded=True), 0.75, (2 * 0.75 + 3 * (2 + 2) * 0.25 + 3 * 4) / 2),
+        (Devices(4, sharded=True, replicas=2), 1.0, (2 + 3 * 4) / 2 + 8 / 2 / 2),
     ],
-    ids=["ddp", "zero", "fsdp2", "fsdp2 in FP8", "hsdp in FP8"],
+    ids=["ddp", "zero", "fsdp2", "fsdp2 in FP8", "fsdp2 in FP8 and BF16", "hsdp in FP8"],
 )
 def test_bytes_that_are_sent_in_three_microbatches(
-    devices: Devices, precision: str, sent: float
+    devices: Devices, keeping_codes: float, sent: float
 ) -> None:
     """Weights that are gathered for each use are gathered twice a microbatch, codes once a step."""
     row = read_rows("fit")[0].work
     microbatch = row.tokens // 3
     work = replace(
-        row, devices=devices, precision=precision, microbatch=microbatch, tokens=3 * microbatch
+        row,
+        devices=devices,
+        keeping_codes=keeping_codes,
+        microbatch=microbatch,
+        tokens=3 * microbatch,
     )
     seconds = sent * row.flops.parameters / (0.394 * 0.79 * 450e9)
     assert step_seconds(card_of("H100"), work)["communication"] == pytest.approx(seconds)
@@ -316,6 +321,26 @@ def test_a_plan_has_the_work_of_the_measured_step() -> None:
     assert work.flops.parameters == pytest.approx(row.work.flops.parameters, rel=1e-3)
     assert sum(step_seconds(card_of("H200"), work).values()) == pytest.approx(
         sum(step_seconds(card_of("H200"), row.work).values()), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_bf16", "share"),
+    [({"keep_bf16": ["down_proj"]}, 1.0), ({"keep_bf16_layers": {"first": 7}}, 7 / 28)],
+)
+def test_layers_with_matrices_in_bf16_are_gathered_for_each_use(
+    in_bf16: dict[str, object], share: float
+) -> None:
+    def communication(precision: str, **changes: object) -> float:
+        devices = Devices(4, sharded=True, name="H200")
+        run_plan = plan(precision, devices=devices, batch={"microbatch": 1}, **changes)
+        work = work_of(run_plan, run_plan.precisions[0])
+        return step_seconds(card_of("H200"), work)["communication"]
+
+    often = communication("bf16")
+    once = communication("delayed")
+    assert communication("delayed", fp8_config=in_bf16) == pytest.approx(
+        share * often + (1 - share) * once
     )
 
 
