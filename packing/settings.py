@@ -477,7 +477,7 @@ def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
         {Path(os.path.realpath(path)) for path in matching_files(name) or [Path(name)]}
         for name in (str(one.source), str(other.source))
     )
-    if first == second:
+    if os.path.realpath(str(one.source)) == os.path.realpath(str(other.source)):
         return (one.subset, one.split) == (other.subset, other.split)
     folders = {
         parent

@@ -331,6 +331,21 @@ def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
             validate(*pair)
 
 
+def test_splits_of_the_same_files_need_the_same_pattern(tmp_path: Path) -> None:
+    """With another pattern, training would read the files of all splits."""
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}')
+
+    def validate(pattern: str) -> None:
+        validation = {"source": f"{tmp_path}/{pattern}", "split": "test"}
+        source = f"{tmp_path}/*.jsonl"
+        DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
+
+    validate("*.jsonl")
+    with pytest.raises(ValueError, match="is also used for training"):
+        validate("t*.jsonl")
+
+
 def test_a_similar_name_is_suggested_before_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
