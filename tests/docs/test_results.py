@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.machine import with_tables
 from benchmarks.planner_rows import read_rows
 from benchmarks.readers import table
 from benchmarks.step_traces import lost
+from pretrain.__main__ import main
 from pretrain.compare.differences import (
     EQUIVALENT,
     MOST_ESTIMATED_SEEDS,
@@ -165,6 +167,16 @@ def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
     for row, known in zip(readmes_answers()[6:8], predicted, strict=True):
         assert row[2] == f"{min(known):.2f} to {max(known):.2f} times, predicted"
     assert gains["A100"] == []
+
+
+def test_the_page_of_which_shows_an_answer_as_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
+    command, excerpt = re.findall(r"(?s)```\n(.*?)\n```", page.split("## What it does")[0])[1:3]
+    assert main(shlex.split(command)[3:]) == 0
+    assert set(excerpt.splitlines()) <= set(capsys.readouterr().out.splitlines())
 
 
 def read_speeds(name: str) -> Any:
