@@ -148,7 +148,9 @@ class PackMaker(AbstractContextManager):
             if stream["start"]["number"] > 0:
                 splits = ["train"]
                 texts = {}
-        with as_input_error((OSError,), f"{path}: cannot be written"):
+        with as_input_error(
+            (OSError,), f"{path}: cannot be written", "correct the cause and run the command again"
+        ):
             return write_packs(
                 path,
                 self.settings.length,

@@ -611,7 +611,7 @@ def check_space(folder: Path, needed: int) -> None:
     if free < needed:
         raise InputError(
             f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are "
-            "free; either free disk space, or lower `checkpoint.keep`"
+            "free; either free disk space, or set another `run_dir`, or lower `checkpoint.keep`"
         )
 
 

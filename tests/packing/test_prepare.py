@@ -319,6 +319,21 @@ def test_another_path_of_the_same_source_is_accepted(
         prepare(settings.model_copy(update={"tokenizer": "../copy"}), progress=False)
 
 
+def test_packs_on_a_full_disk_are_refused_with_a_remedy(
+    settings: DataSettings, small_disk: Path
+) -> None:
+    prepare(settings, progress=False)
+    size = sum(file.stat().st_size for file in settings.packs.rglob("*") if file.is_file())
+    # The tokens of the packs fit on the disk, the packs do not fit beside them.
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "ballast").write_bytes(bytes(free - int(1.2 * size)))
+    packs = settings.model_copy(update={"packs": small_disk / "packs"})
+    with pytest.raises(InputError, match=r"packs: cannot be written: .*run the command again"):
+        prepare(packs, progress=False)
+    (small_disk / "ballast").unlink()
+    prepare(packs, progress=False)
+
+
 def test_workers_import_neither_the_callers_script_nor_the_current_folder(
     settings: DataSettings, tmp_path: Path
 ) -> None:
