@@ -140,8 +140,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # whose content may have changed. Otherwise do not load the tokenizer: packs may be copied to a
     # machine that does not have it.
     if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
-        recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
-        requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
+        recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"][:12]
+        requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint[:12]
     # The text of a chat template in a file may have changed too.
     if (packs / CHAT_TEMPLATE).is_file() and os.path.exists(
         settings.chat_template or str(settings.tokenizer)

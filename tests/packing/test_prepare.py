@@ -315,7 +315,7 @@ def test_another_path_of_the_same_source_is_accepted(
     vocabulary["model"]["merges"].pop()
     copy.write_text(json.dumps(vocabulary))
     load_tokenizer.cache_clear()
-    with pytest.raises(InputError, match="other settings"):
+    with pytest.raises(InputError, match=r"other settings \(tokenizer: \w{12} -> \w{12}\)"):
         prepare(settings.model_copy(update={"tokenizer": "../copy"}), progress=False)
 
 
