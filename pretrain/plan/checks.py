@@ -227,8 +227,9 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     positions = getattr(config, "max_position_embeddings", None) or -1
     _require(
         positions < 0 or length <= positions,
-        f"`data.length: {length}` is larger than the model's {positions} positions; set "
-        f"`data.length` to at most {positions} and prepare packs of this length",
+        f"`data.length: {length}` is larger than the model's {positions} positions; either set "
+        f"`data.length` to at most {positions} and prepare packs of this length, or raise "
+        "`model.config.max_position_embeddings`",
     )
 
 
