@@ -154,6 +154,23 @@ def test_the_time_of_muons_steps_is_that_of_its_result_file():
     assert f"takes {seconds[0]:.2f} s, and with AdamW {seconds[1]:.2f} s" in page
     longer = f"takes {100 * (seconds[0] / seconds[1] - 1):.1f} % longer"
     assert f"{longer}, and needs {adamw['memory_gib'] - muon['memory_gib']:.1f} GiB less" in page
+    in_fp8 = read_speeds("h200_muon_steps_fp8")
+    warm_up = int(in_fp8["settings"]["warm_up"])
+    muon, adamw = (
+        min(in_fp8["ways"][name]["step_ms"][warm_up:]) / 1000
+        for name in ("delayed_exact_head_muon", "delayed_exact_head")
+    )
+    assert f"takes {muon:.2f} s, and with AdamW {adamw:.2f} s" in page
+
+
+def test_losses_after_a_killed_rank_are_those_of_the_result_file():
+    result = json.loads((RESULTS / "resume/h200_x2_kill.json").read_text(encoding="utf-8"))
+    kill = result["runs"]["kill"]
+    page = " ".join((ROOT / "docs/clusters.md").read_text(encoding="utf-8").split())
+    assert f"within {math.ceil(kill['seconds_until_all_processes_ended'])} seconds" in page
+    difference = kill["largest_relative_difference_of_a_loss"]
+    assert difference["all"] == 0 and "on both GPUs bit for bit" in page
+    assert f"on one GPU within {100 * difference['half']:.3f} %" in page
 
 
 def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
