@@ -62,6 +62,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError(
             "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
+    # Packing the first source may take hours, so check the other sources before it. Ranks would
+    # copy objects of object storage at the same time.
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        check_sources(settings)
     for part in all_parts(settings):
         # Without a source, the packs of a part already exist.
         if part.source is None:

@@ -58,6 +58,21 @@ def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsy
     assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
 
 
+def test_a_missing_second_source_is_refused_before_packing(
+    recipe: Path, tmp_path: Path, capsys
+) -> None:
+    missing = f"{tmp_path}/missing.jsonl"
+    sources = json.dumps(
+        [{"source": path, "weight": 0.5} for path in (f"{tmp_path}/x.jsonl", missing)]
+    )
+    recipe.write_text(
+        recipe.read_text().replace(f"source: {tmp_path}/x.jsonl", f"sources: {sources}")
+    )
+    assert main(["prepare", str(recipe)]) == 2
+    assert f"{missing}: no such file" in capsys.readouterr().err
+    assert not (tmp_path / "packs").exists()
+
+
 def test_inspect_prints_a_pack_of_each_source(recipe: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "y.jsonl").write_text((tmp_path / "x.jsonl").read_text())
     sources = [{"source": f"{tmp_path}/{name}.jsonl", "weight": 0.5} for name in "xy"]
