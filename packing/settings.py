@@ -473,12 +473,13 @@ def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
     a source is inside of a dataset of `save_to_disk`, return False, because the folders in such a
     dataset are splits.
     """
-    first, second = (
-        {Path(os.path.realpath(path)) for path in matching_files(name) or [Path(name)]}
-        for name in (str(one.source), str(other.source))
-    )
-    if os.path.realpath(str(one.source)) == os.path.realpath(str(other.source)):
+    name, other_name = str(one.source), str(other.source)
+    if os.path.realpath(name) == os.path.realpath(other_name):
         return (one.subset, one.split) == (other.subset, other.split)
+    first, second = (
+        {Path(os.path.realpath(path)) for path in matching_files(source) or [Path(source)]}
+        for source in (name, other_name)
+    )
     folders = {
         parent
         for paths, other_paths in ((first, second), (second, first))
