@@ -228,7 +228,7 @@ class StepCheck(Observer):
         parts = map(local_part, gradients_of(self._packed).values())
         return [torch.zeros(0, device=self._packed.hf.device), *parts]
 
-    def _fit_bf16(self, seen: Sequence[Tensor], *, over_ranks: bool) -> Tensor:
+    def _fit_bf16(self, seen: list[Tensor], *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
         The samples are `some_values` of each FP32 sum. Zeros are not counted. Return False for the
@@ -242,7 +242,7 @@ class StepCheck(Observer):
             [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         )
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
-        labelled = torch.stack([labels for labels, *_ in seen]).count_nonzero()
+        labelled = torch.stack(seen)[:, 0].count_nonzero()
         if over_ranks:
             labelled = self._accelerator.reduce(labelled, reduction="sum")
         return (labelled > 1) & (fits.sum() > BF16_VALUED * (values != 0).sum())
