@@ -80,8 +80,8 @@ class Training:
 def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
     """Start a training in the background.
 
-    The process of the training is a fork of a server process. The first call starts the server,
-    and waits until the server has imported torch and the launcher.
+    The training runs in a fork of a server process. The first call starts the server, and waits
+    until the server has imported torch and the launcher.
 
     Args:
         launch: The training.

@@ -225,11 +225,10 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Compute the gradients and the loss of a step. Return the loss as an FP32 scalar.
+    """Compute the gradients of a step, and return its mean loss as an FP32 scalar.
 
-    The loss is the mean over the labelled tokens of all ranks. All ranks must call this function.
-    All ranks get the same loss. FSDP2 sums the gradients over ranks. Without FSDP2,
-    `model.rank_sums` sums them.
+    The mean is over the labelled tokens of all ranks. All ranks must call this function, and get
+    the same loss. Gradients are summed over ranks, by FSDP2 or by `model.rank_sums`.
 
     Args:
         model: The model, with cleared gradients.

@@ -115,7 +115,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def print_comparison_with_source(settings: ModelSettings, out: Path) -> None:
-    """Print how many exported codes equal those of `model.source`, if its weights are quantized.
+    """Print the share of exported codes that equal the codes of a quantized `model.source`.
+
+    Print nothing if the source is not quantized, or cannot be read.
 
     settings: the section `model` of the recipe.
     out: the folder of the exported model.

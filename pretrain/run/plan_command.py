@@ -191,7 +191,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
 def _row(
     label: str, plan: Plan, prediction: Prediction, price: float | None
 ) -> tuple[float, list[str]]:
-    """Return the number by which a plan's row is sorted, and the cells of the row."""
+    """Return the sort key of a plan's row, and the cells of the row."""
     devices = plan.devices
     size = plan.expected_microbatch
     takes = plan.takes(size)
