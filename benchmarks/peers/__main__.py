@@ -1,6 +1,6 @@
 """Measure other trainers as their own programs, beside this project, on one GPU.
 
-    python -m benchmarks.peers --packages PEERS --out FILE.json
+    bash benchmarks/peers/measure.sh PEERS FILE.json
     python -m benchmarks.peers --model Qwen2.5-3B --trainers "ours BF16" llmq --out FILE.json
     python -m benchmarks.peers --report FILE.json
 
@@ -10,11 +10,13 @@ settings that are known to run here. The table names the differences that remain
 no variable-length attention need the same time for short documents, because they attend to all
 documents of a sequence.
 
-`--packages` is a folder with the packages of each trainer in a folder of its own, such as
-`PEERS/torchtitan`, installed with `pip install --target`. Packages that the folder does not have
-are those of this interpreter. If a microbatch does not fit, it is halved. A trainer that fails is
-recorded with the end of its output. The result file is written after every run, and trainers that
-it already has are not measured again. `--model tiny` is a dry run on a CPU.
+The first command installs the packages of each trainer, whose versions `benchmarks/peers/packages/`
+pins, into a folder of its own such as `PEERS/torchtitan`. It then runs this module with `--packages
+PEERS`. Packages that the folder does not have are those of this interpreter.
+
+If a microbatch does not fit, it is halved. A trainer that fails is recorded with the end of its
+output. The result file is written after every run, and trainers that it already has are not
+measured again. `--model tiny` is a dry run on a CPU.
 """
 
 from __future__ import annotations

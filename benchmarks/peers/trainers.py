@@ -146,8 +146,7 @@ def torchtitan(*more: str) -> Command:
 def megatron(*more: str) -> Command:
     """Return the command of Megatron-Core with Transformer Engine, which chooses the attention.
 
-    Its wheel has no training script. `pretrain_gpt.py`, `gpt_builders.py` and `model_provider.py`
-    of the same version belong into the folder of its packages.
+    Its wheel has no training script: `measure.sh` fetches that of the same version.
     """
 
     def command(task: Task, microbatch: int, folder: Path) -> list[str]:

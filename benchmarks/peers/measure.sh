@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Install the pinned packages of the other trainers into folders of PEERS, and measure all trainers
+# on an idle GPU, after `make gpu`:
+#
+#   bash benchmarks/peers/measure.sh PEERS FILE.json [OPTIONS OF benchmarks.peers]
+#
+# The packages come without their dependencies, because torch and most others are those of .venv.
+# Megatron-Core's wheel has no training script, so three files of the same version are fetched from
+# its repository, unless they are in PEERS/Megatron-Core already. PYTHON is the interpreter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+peers=$1
+out=$2
+python=${PYTHON:-.venv/bin/python}
+for requirements in benchmarks/peers/packages/*.txt; do
+    folder=$peers/$(basename "$requirements" .txt)
+    [ -e "$folder/.installed" ] && continue
+    "$python" -m pip install --quiet --no-deps --target "$folder" -r "$requirements" &&
+        touch "$folder/.installed" || echo "$folder: not installed; its rows will be missing"
+done
+for script in pretrain_gpt.py gpt_builders.py model_provider.py; do
+    [ -e "$peers/Megatron-Core/$script" ] && continue
+    curl --fail --silent --show-error --output "$peers/Megatron-Core/$script" \
+        "https://raw.githubusercontent.com/NVIDIA/Megatron-LM/core_v0.19.2/$script" ||
+        echo "$script: not fetched; Megatron-Core's rows will be missing"
+done
+exec "$python" -m benchmarks.peers --packages "$peers" --out "$out" "${@:3}"
