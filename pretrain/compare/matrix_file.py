@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.reading import load_yaml
+from foundation.reading import load_object, load_yaml
 from foundation.settings import (
     FilePath,
     LocalPath,
@@ -135,13 +135,27 @@ class Cell:
         Map the dotted key of each changed setting to its current value and its value in the run.
         The mapping is empty if the run folder has no mark.
         """
-        if not self.mark.is_file():
+        mark = self.read_mark()
+        if not mark:
             return {}
         current = self.settings
-        recorded = json.loads(self.mark.read_bytes())["settings"]
+        recorded = mark["settings"]
         return {
             key: (current.get(key), recorded.get(key)) for key in changed_keys(recorded, current)
         }
+
+    def read_mark(self) -> dict[str, Any]:
+        """Return the content of the cell's mark, or an empty dict if the run folder has no mark.
+
+        Raises InputError if no matrix has written the file, or if the file is damaged.
+        """
+        if not self.mark.exists():
+            return {}
+        remedy = "either restore the complete file, or move it away"
+        content = load_object(self.mark, remedy)
+        if not isinstance(content.get("settings"), dict):
+            raise InputError(f"{self.mark}: the file has no object `settings`; {remedy}")
+        return content
 
     def record(self) -> RunRecord | None:
         """Return the record of the run in the run folder.
@@ -150,7 +164,7 @@ class Cell:
         no mark, or if it contains a run with other settings.
         """
         with contextlib.suppress(InputError):
-            if self.mark.is_file() and not self.differences:
+            if self.mark.exists() and not self.differences:
                 return read_run(self.run_dir)
         return None
 

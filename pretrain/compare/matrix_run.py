@@ -7,7 +7,6 @@ processes of the cells continue. If the command is run again, it first waits unt
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -23,7 +22,13 @@ from foundation.units import duration, plural
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.launch.launcher import Launch
-from pretrain.launch.processes import POLL_SECONDS, Training, is_training, start_training
+from pretrain.launch.processes import (
+    POLL_SECONDS,
+    Training,
+    check_log,
+    is_training,
+    start_training,
+)
 from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import branch_checkpoint
 
@@ -123,7 +128,7 @@ def run_all(
                     break
                 waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
-                running.append(start(matrix, ready, running, side_by_side=shares_device))
+                running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
             _pass_on_signals(running, stop)
             for started in list(running):
@@ -146,8 +151,11 @@ def run_all(
 def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest | None = None) -> None:
     """Wait until no process of an earlier, killed command trains a cell any more.
 
-    `logs` are the logs of the cells. Return at once if `stop` records a signal.
+    `logs` are the logs of the cells. Return at once if `stop` records a signal. Raise InputError if
+    a log cannot be written.
     """
+    for log in logs:
+        check_log(log)
     names = [log.stem for log in logs if is_training(log)]
     if names:
         say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
@@ -214,6 +222,7 @@ def start(
     matrix: Matrix,
     cell: Cell,
     running: Sequence[StartedCell],
+    stop: StopRequest,
     *,
     side_by_side: bool,
 ) -> StartedCell:
@@ -226,6 +235,7 @@ def start(
         matrix: The matrix.
         cell: The cell to start.
         running: The running cells.
+        stop: Request to stop, by a signal. It ends the start.
         side_by_side: True if the cell shares its devices with other cells.
     """
     used = [started.slot for started in running]
@@ -236,7 +246,12 @@ def start(
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
-    training = start_training(launch_of(matrix, cell), environment_of(matrix) | devices, cell.log)
+    training = start_training(
+        launch_of(matrix, cell),
+        environment_of(matrix) | devices,
+        cell.log,
+        lambda: stop.requested,
+    )
     return StartedCell(cell, training, slot, started)
 
 
@@ -283,7 +298,7 @@ def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
         cell: The cell.
         side_by_side: True if the cell now shares its devices with other runs.
     """
-    was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
+    was_shared = cell.read_mark().get("side_by_side", False)
     write_json(
         cell.mark,
         {

@@ -14,22 +14,31 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from threading import Event, Thread
 from typing import BinaryIO
 
 from foundation.command import run_command
+from foundation.errors import InputError, one_line
 from foundation.files import is_locked
+from foundation.overrides import overridden
 from pretrain.launch import launcher
 from pretrain.launch.launcher import Launch
 
 # Seconds between two checks of a process.
 POLL_SECONDS = 0.2
+# Longest name of a folder for the socket of the server. The path of a socket has at most 103
+# characters on some systems, and multiprocessing appends 32 characters to the folder.
+LONGEST_SOCKET_FOLDER = 71
 # Modules that the server imports. `set_forkserver_preload` sets them when a training is started.
 PRELOADED = ["pretrain.launch.preloaded"]
 _FORKS = multiprocessing.get_context("forkserver")
@@ -77,43 +86,99 @@ class Training:
         return 1 if returncode is None else launcher.exit_status(returncode)
 
 
-def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
+def start_training(
+    launch: Launch,
+    environment: Mapping[str, str],
+    log: Path,
+    is_stopped: Callable[[], object] = lambda: False,
+) -> Training:
     """Start a training in the background.
 
     The training runs in a fork of a server process. The first call starts the server, and waits
-    until the server has imported torch and the launcher.
+    until the server has imported torch and the launcher. If an exception or `is_stopped` ends this
+    wait, the server is killed, and the training does not begin.
 
     Args:
         launch: The training.
         environment: All environment variables of the training.
         log: File to which output is appended. The training locks the file.
+        is_stopped: Function that returns a true value when this process has been asked to stop.
     """
     _FORKS.set_forkserver_preload(PRELOADED)
     # Create the log, because the training may be killed before it opens the log.
     log.touch()
-    ready, ready_in_training = _FORKS.Pipe(duplex=False)
-    process = _FORKS.Process(
-        target=_train, args=(launch, dict(environment), log, ready_in_training)
-    )
-    # One of these errors is raised if the server or the training ends meanwhile.
-    with suppress(EOFError, OSError), ready:
-        process.start()
-        ready_in_training.close()
-        # Wait until the training has its process group and has locked its log.
-        ready.recv()
+    here, in_training = _FORKS.Pipe()
+    process = _FORKS.Process(target=_train, args=(launch, dict(environment), log, in_training))
+    abandoned = Event()
+    # Start the process in a thread, because reading the answer of the server cannot be interrupted.
+    thread = Thread(target=_start, args=(process, here, in_training, log, abandoned), daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not is_stopped():
+            thread.join(POLL_SECONDS)
+    finally:
+        if thread.is_alive():
+            abandoned.set()
+            _kill_server()
     return Training(process, log)
 
 
-def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connection) -> None:
-    """Train in this forked process, and end this process with the exit status of the training."""
+def _start(
+    process: ForkServerProcess,
+    here: Connection,
+    in_training: Connection,
+    log: Path,
+    abandoned: Event,
+) -> None:
+    """Start the first process of a training. Write an error of the start to the log.
+
+    Args:
+        process: The process, which calls `_train`.
+        here: Connection to the process.
+        in_training: The end of the connection in the process.
+        log: Log of the training.
+        abandoned: Set if the training must not begin.
+    """
+    folder = tempfile.gettempdir()
+    if len(folder) > LONGEST_SOCKET_FOLDER:
+        folder = "/tmp"
+    try:
+        with here, overridden(tempfile, tempdir=folder):
+            with in_training:
+                process.start()
+            # Wait until the training has its process group and has locked its log.
+            here.recv()
+            if not abandoned.is_set():
+                here.send(None)
+    except (EOFError, OSError) as error:
+        with log.open("a") as file:
+            file.write(f"error: the training was not started: {one_line(error, named=True)}\n")
+
+
+def _kill_server() -> None:
+    """Kill the server, which may be suspended. Its trainings continue."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server:
+        os.kill(server, signal.SIGKILL)
+
+
+def _train(launch: Launch, environment: dict[str, str], log: Path, command: Connection) -> None:
+    """Train in this forked process, and end this process with the exit status of the training.
+
+    The training begins when `command`, the process that starts it, answers.
+    """
     os.setpgid(0, 0)
     with open_log(log) as output, open(os.devnull, "rb") as nothing:
         for descriptor, file in enumerate((nothing, output, output)):
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    ready.send(None)
-    ready.close()
+    try:
+        command.send(None)
+        command.recv()
+    except (EOFError, OSError):
+        sys.exit("error: the training was not started, because its command was stopped")
+    command.close()
     import torch
 
     if torch.cuda._is_in_bad_fork():
@@ -121,6 +186,15 @@ def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connec
         # process by one that imports the modules itself.
         os.execv(sys.executable, launch.command)
     sys.exit(run_command(lambda: launcher.run(launch)))
+
+
+def check_log(log: Path) -> None:
+    """Raise InputError if a log exists, but is not a file that this process may read and write."""
+    if log.exists() and not (log.is_file() and os.access(log, os.R_OK | os.W_OK)):
+        raise InputError(
+            f"{log}: the output of a training cannot be appended here, because this is not a file "
+            "that you may read and write; move it away"
+        )
 
 
 def open_log(path: Path) -> BinaryIO:

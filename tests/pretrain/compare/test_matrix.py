@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         matrix_run,
         "start_training",
-        lambda launch, environment, log: gpus.append(environment["CUDA_VISIBLE_DEVICES"]),
+        lambda launch, environment, *_: gpus.append(environment["CUDA_VISIBLE_DEVICES"]),
     )
     axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
     loaded = matrix(axes=axes, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=2)
@@ -76,12 +77,12 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
     for cell in loaded.cells:
         running = [
             *running[-1:],
-            start(loaded, cell, running[-1:], side_by_side=False),
+            start(loaded, cell, running[-1:], StopRequest(), side_by_side=False),
         ]
     assert gpus == ["1", "0", "1", "0"]
     gpus.clear()
     for cell in loaded.cells:
-        start(loaded, cell, [], side_by_side=False)
+        start(loaded, cell, [], StopRequest(), side_by_side=False)
     assert gpus == ["1", "1", "0", "0"]
 
 
@@ -118,6 +119,22 @@ def test_no_cell_starts_if_one_folder_has_files_of_others(matrix, tmp_path, caps
     (last.run_dir / "thesis.txt").write_text("years of work")
     assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
     assert "thesis.txt" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"settings": 3}', "[" * 5000], ids=["empty", *"abcd"]
+)
+def test_no_cell_starts_if_the_mark_of_one_is_damaged(content, matrix, tmp_path, capsys):
+    last = matrix().cells[-1]
+    last.run_dir.mkdir(parents=True)
+    last.mark.write_text(content)
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {last.mark}: ") and message.count("\n") == 1
+    last.mark.unlink()
+    os.mkfifo(last.log)
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    assert f"error: {last.log}: " in capsys.readouterr().err
 
 
 def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):

@@ -13,18 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from foundation.errors import InputError
 from foundation.files import is_locked
+from pretrain.launch.processes import check_log
 from tests.conftest import ROOT
 
 # The module that the server imports in place of `pretrain.launch.preloaded`.
 PRELOADED = """
-import os, sys, time
+import os, signal, sys, time
 from types import SimpleNamespace
 from foundation.errors import InputError
 from pretrain.launch import launcher
 
 if os.environ.get("BROKEN"):
     raise RuntimeError("a package is broken")
+if os.environ.get("SUSPENDED"):
+    os.kill(os.getpid(), signal.SIGSTOP)
 server = os.getpid()
 sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: False))
 
@@ -98,11 +102,17 @@ def has_ended(process: int) -> bool:
 def test_a_training_has_its_arguments_variables_and_log(
     client: Callable[..., str], tmp_path: Path
 ) -> None:
-    client("""
+    # In a long TMPDIR, such as the folder of a SLURM job, the path of a socket would be too long.
+    long = tmp_path / f"{80 * 'x'}"
+    long.mkdir()
+    client(
+        """
 start("a.log", "end", "one", GPU="3").wait()
 start("b.log", "end", "two words", "ü", GPU="5").wait()
 start("b.log", "end").wait()
-""")
+""",
+        TMPDIR=str(long),
+    )
     first = (tmp_path / "a.log").read_text()
     second, third = (tmp_path / "b.log").read_text().splitlines()
     server = first.split()[0]
@@ -179,9 +189,38 @@ def test_a_server_that_breaks_is_a_failed_training(client: Callable[..., str]) -
         """
 training = start("a.log", "end")
 assert training.has_ended() and training.status == 1
+assert Path("a.log").read_text().startswith("error: the training was not started: ")
 """,
         BROKEN="1",
     )
+
+
+def test_a_suspended_server_is_killed_when_its_command_stops(client: Callable[..., str]) -> None:
+    out = client(
+        """
+import psutil
+
+def is_suspended():
+    return any(child.status() == psutil.STATUS_STOPPED for child in psutil.Process().children())
+
+launch = Launch(Path("a.yaml"), ("end",))
+training = processes.start_training(launch, os.environ, Path("a.log"), is_suspended)
+assert training.has_ended() and not is_suspended()
+print(processes.forkserver._forkserver._forkserver_pid)
+""",
+        SUSPENDED="1",
+    )
+    wait_until(lambda: has_ended(int(out)))
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    check_log(tmp_path / "missing")
+    (tmp_path / "log").touch()
+    check_log(tmp_path / "log")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError, match="cannot be appended here"):
+            check_log(path)
 
 
 def test_a_training_continues_when_its_command_is_killed(
