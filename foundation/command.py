@@ -102,6 +102,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     exit status to this file, unless `command` returns None. A batch script needs this file, because
     `accelerate launch` exits with 1 for every failure.
     """
+    _open_streams()
     try:
         status = command()
         # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.
@@ -121,14 +122,36 @@ def run_command(command: Callable[[], int | None]) -> int:
     return status or 0
 
 
+def _open_streams() -> None:
+    """Open the null device in place of each standard stream that the shell has closed (`>&-`).
+
+    Otherwise the stream is None, and the next opened file gets the descriptor of the stream.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # The system chooses the lowest free descriptor, which is that of the closed stream.
+            stream = open(os.devnull, "r+")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def _write_status(status: int) -> None:
     """Write an exit status to the file that PRETRAIN_STATUS_FILE names, on global rank 0.
 
-    On the other ranks, and if the variable is not set, do nothing.
+    On the other ranks, and if the variable is not set, do nothing. Print a warning if the file
+    cannot be written.
     """
     path = os.environ.get("PRETRAIN_STATUS_FILE")
     if path and os.environ.get("RANK", "0") == "0":
-        Path(path).write_text(f"{status}\n", encoding="utf-8")
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait for its reader.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+            with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
+                file.write(f"{status}\n")
+        except OSError as error:
+            _print_error(
+                f"warning: PRETRAIN_STATUS_FILE: the status {status} is not written: {error}"
+            )
 
 
 def end_process(status: int) -> NoReturn:
@@ -177,10 +200,14 @@ def report_error(error: InputError | OSError) -> int:
     if error_file.parent.name == os.environ.get("LOCAL_RANK"):
         _record_first(message, reported_as.status, error_file)
     else:
-        # The message is lost if stderr is a file on a full disk.
-        with contextlib.suppress(OSError):
-            print(message, file=sys.stderr)
+        _print_error(message)
     return reported_as.status
+
+
+def _print_error(message: str) -> None:
+    """Print a message to stderr. It is lost if stderr is a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def _record_first(message: str, status: int, error_file: Path) -> None:

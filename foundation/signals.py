@@ -35,8 +35,31 @@ def end_on_ctrl_c() -> None:
     prints no warning of multiprocessing about semaphores.
     """
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def raising_on_ctrl_c() -> Iterator[None]:
+    """Context manager in which Ctrl-C raises KeyboardInterrupt, if it would end this process.
+
+    After Ctrl-C, every other exception is replaced by KeyboardInterrupt. Some packages catch an
+    exception that interrupts their import, and then fail with another one.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if received:
+            raise KeyboardInterrupt from None
+        raise
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
-import signal
 import sys
 from difflib import get_close_matches
 
-from foundation.signals import end_on_ctrl_c
+from foundation.signals import end_on_ctrl_c, raising_on_ctrl_c
 
 if __name__ == "__main__":
     end_on_ctrl_c()
@@ -41,15 +40,17 @@ def main(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int | None:
     """Run the command `arguments[0]` with the remaining arguments, and return its exit status.
 
-    The options are parsed before the module of the command is imported, because most of the modules
-    import torch. So --help and typos answer at once.
+    The options are parsed and checked before the module of the command is imported, because most of
+    the modules import torch. So --help and mistakes are answered at once.
     """
     name, *options = arguments
     parsed = read(name, options)
-    command = pkgutil.resolve_name(COMMANDS[name].function)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return command(parsed)
+    command = COMMANDS[name]
+    if command.check:
+        pkgutil.resolve_name(command.check)(parsed)
+    function = pkgutil.resolve_name(command.function)
+    with raising_on_ctrl_c():
+        return function(parsed)
 
 
 def usage() -> str:

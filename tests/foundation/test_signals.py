@@ -77,6 +77,27 @@ def test_a_ctrl_c_delivered_twice_and_repeated_sigterm_let_the_save_end():
     assert process.returncode == 0
 
 
+def test_an_import_that_fails_after_ctrl_c_is_ctrl_c():
+    code = """
+import os, signal
+from foundation.command import run_command
+from foundation.signals import end_on_ctrl_c, raising_on_ctrl_c
+
+@raising_on_ctrl_c()
+def command():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("partially initialized module")
+
+end_on_ctrl_c()
+raise SystemExit(run_command(command))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr.startswith("\nstopped by Ctrl-C") and "Traceback" not in done.stderr
+
+
 def test_a_killed_process_prints_no_warning_about_semaphores():
     code = (
         "import multiprocessing, os, signal; from foundation.signals import end_on_ctrl_c; "
