@@ -48,7 +48,8 @@ from foundation.files import find_damage, write_json
 from foundation.storage import StoredRun, path_for
 from packing import arrow
 from packing.arrow import Pack
-from pretrain.checkpoint.format import read_manifest, step_folders
+from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.format import read_manifest
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
+
+# Representations of values that may be large, or nested deeper than Python's recursion limit.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 
 class InputError(Exception):
@@ -32,6 +39,11 @@ def require_package(name: str, extra: str, feature: str) -> None:
             f"{feature} needs the package {name}, which is not installed; run `pip install "
             f"{name}`, or install this project with its extra `{extra}`"
         )
+
+
+def shown(value: Any) -> str:
+    """Return the representation of a user's value for a message, cut to 200 characters."""
+    return f"{_SHORT.repr(value):.200}"
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:

@@ -38,16 +38,8 @@ from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
 from foundation.reading import load_object
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
-from pretrain.checkpoint.format import (
-    Manifest,
-    TensorEntry,
-    averaged,
-    read_manifest,
-    step_folder,
-    step_folders,
-    step_of,
-    write_tensors,
-)
+from pretrain.checkpoint.folders import STATE, averaged, step_folder, step_folders, step_of
+from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, write_tensors
 from pretrain.model.distributed import from_all_ranks, processes_on_host
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.offload import pin
@@ -387,7 +379,7 @@ class Checkpoints:
         Tensors are not loaded. Raises InputError if the checkpoint is missing or damaged.
         """
         self._require_intact(path)
-        return load_object(path / on_disk.STATE, "resume from another checkpoint")
+        return load_object(path / STATE, "resume from another checkpoint")
 
     def load(self, path: Path, tensors: Tensors, *, optional: tuple[str, ...] = ()) -> None:
         """Copy the checkpoint at `path` into the given tensors.

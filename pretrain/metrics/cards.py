@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from foundation.errors import InputError
+
 # Classes of a card: the half-width of the error of predicted speeds, as a fraction.
 MEASURED = 0.07  # steps of this trainer were measured on the card
 PUBLISHED = 0.15  # steps of another trainer were published
@@ -394,6 +396,28 @@ def card_of(device_name: str | None) -> Card | None:
     words = re.split(r"[\s\-_]+|(?<=rtx)|(?<=pro)", (device_name or "").strip().lower())
     name = " ".join(word for word in words if word not in {"", "nvidia", "geforce", "rtx", "tesla"})
     return next((card for card in CARDS if re.fullmatch(card.pattern, name)), None)
+
+
+def cards_in(text: str) -> tuple[int, Card]:
+    """Return the number of devices in a text such as `H200`, `8xB200` or `rtx4090`, and their card.
+
+    Raise InputError if the device is not in the table of cards.
+    """
+    # "0xH200" is not in the table.
+    number, name = re.findall(r"(?s)^\s*(?:([1-9]\d*)\s*[xX]\s*)?(.*?)\s*$", text)[0]
+    return int(number or 1), card_called(name, f"--on {text.strip()}")
+
+
+def card_called(name: str, option: str) -> Card:
+    """Return the card with a name that `card_of` accepts.
+
+    Raise InputError with the names of all cards if there is none. Its message begins with `option`.
+    """
+    if card := card_of(name):
+        return card
+    # No similar name is suggested, because similar names are of other cards: H20 and H200.
+    names = ", ".join(card.name for card in CARDS)
+    raise InputError(f"{option}: this device is not in the table; the table has {names}")
 
 
 def bf16_peak(device_name: str | None) -> float | None:

@@ -139,6 +139,22 @@ def evaluations_of_training(records: Iterable[Record]) -> Iterator[Record]:
     return (record for record in from_first_step if kind(record) == "evaluation")
 
 
+def best_evaluation(records: Iterable[Record]) -> Record | None:
+    """Return the first evaluation with the lowest finite held-out loss, or None.
+
+    records: evaluations, in the order of their steps. If the measure changes (the held-out packs or
+        the precision), only the evaluations after the last change are compared.
+    """
+    best = None
+    for record in records:
+        loss = record["held_out_loss"]
+        if loss is None or not math.isfinite(loss):
+            continue
+        if best is None or not same_measure(best, record) or loss < best["held_out_loss"]:
+            best = record
+    return best
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """Content of the files in a run folder. The run may be finished or still training."""

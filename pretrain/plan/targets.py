@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from foundation.errors import InputError
 from foundation.units import GIB, plural
-from pretrain.metrics.cards import CARDS, Card, card_of
+from pretrain.metrics.cards import cards_in
 from pretrain.model.attention import choose, refusal_of
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
@@ -22,23 +20,9 @@ def devices_called(text: str) -> Devices:
     The memory of a device is the part that a plan may use. Raise InputError if the device is not
     in the table of cards.
     """
-    # "0xH200" is not in the table.
-    count, name = re.findall(r"(?s)^\s*(?:([1-9]\d*)\s*[xX]\s*)?(.*?)\s*$", text)[0]
-    card = card_called(name, f"--on {text.strip()}")
+    count, card = cards_in(text)
     usable = int((1 - KEPT_FREE) * int(card.memory * GIB))
-    return Devices(int(count or 1), name=card.name, memory=usable, capability=card.capability)
-
-
-def card_called(name: str, option: str) -> Card:
-    """Return the card with a name that `card_of` accepts.
-
-    Raise InputError with the names of all cards if there is none. Its message begins with `option`.
-    """
-    if card := card_of(name):
-        return card
-    # No similar name is suggested, because similar names are of other cards: H20 and H200.
-    names = ", ".join(card.name for card in CARDS)
-    raise InputError(f"{option}: this device is not in the table; the table has {names}")
+    return Devices(count, name=card.name, memory=usable, capability=card.capability)
 
 
 def plan_on(

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from foundation.progress import advance
 from packing.batch import Batching, Microbatch
-from pretrain.checkpoint.format import step_folder
+from pretrain.checkpoint.folders import step_folder
 from pretrain.metrics.run_record import (
     Record,
+    best_evaluation,
     evaluations_of_training,
     kind,
     read_metrics,
@@ -31,7 +32,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.settings import UNQUANTIZED
 from pretrain.run.data import evaluated_parts
 from pretrain.run.job import Job
-from pretrain.run.run import Run, best_evaluation
+from pretrain.run.run import Run
 from pretrain.run.sampling import draw_samples
 
 

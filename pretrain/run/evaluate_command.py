@@ -18,11 +18,11 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from foundation.errors import InputError, require_package
+from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import newest_in
+from pretrain.checkpoint.folders import newest_in
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
@@ -36,6 +36,7 @@ from pretrain.precision.settings import (
 )
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
+from pretrain.run.command_checks import arguments_of_evaluate
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
@@ -51,30 +52,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError if the recipe or the weights cannot be evaluated.
     """
-    is_run = options.recipe.is_dir()
-    path = options.recipe / "config.yaml" if is_run else options.recipe
-    if is_run and not path.is_file():
-        raise InputError(
-            f"{options.recipe}: this folder is not a run folder, because it has no config.yaml; "
-            "choose either a run folder, such as runs/NAME, or a recipe; --resume chooses a "
-            "checkpoint of the run"
-        )
-    datasets = [argument for argument in options.overrides if "=" not in argument]
-    if len(datasets) + bool(options.tasks) > 1:
-        raise InputError(
-            f"command line: {' '.join(datasets)}: evaluate one file, one folder of files or "
-            "--tasks at a time"
-        )
-    task_options = (options.num_fewshot, options.limit, options.include_path)
-    if not options.tasks and any(option is not None for option in task_options):
-        raise InputError(
-            "command line: --num_fewshot, --limit and --include_path need --tasks; either add it, "
-            "or remove them"
-        )
-    if options.tasks:
-        require_package("lm_eval", "tasks", "--tasks")
-    overrides = [f"run_dir={options.recipe}"] if is_run else []
-    overrides += [argument for argument in options.overrides if "=" in argument]
+    path, overrides, datasets = arguments_of_evaluate(options)
     trained = load_recipe(path, overrides)
     names, skipped = supported_precisions(options.precisions or [], trained)
     # The default run folder has the name of the precision. Set the folder of the run before

@@ -30,33 +30,24 @@ from packing.arrow import Packs
 from packing.settings import HUB_NAME, weights_by_phase
 from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.folders import averaged, step_folder, step_folders, step_of
 from pretrain.checkpoint.format import (
     DTYPES,
     Manifest,
     TensorEntry,
-    averaged,
     load_tensors,
-    newest_in,
     read_manifest,
-    step_folder,
-    step_folders,
-    step_of,
 )
 from pretrain.compare.figures import picture_of_run
-from pretrain.metrics.run_record import (
-    LOSS_KEY,
-    RunRecord,
-    evaluations_of_training,
-    read_metrics,
-    read_run,
-)
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, read_run
 from pretrain.model import huggingface
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.precision.layouts import equal_codes
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
+from pretrain.run.command_checks import checkpoint_of
 from pretrain.run.data import Data
-from pretrain.run.run import Run, best_evaluation
+from pretrain.run.run import Run
 from pretrain.run.served import served_weights
 from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer, stop_after_answers
 from pretrain.settings.config import load_recipe
@@ -71,18 +62,10 @@ PICTURE = "loss.png"
 def main(options: argparse.Namespace) -> int:
     """Export a checkpoint, and return 0.
 
-    Raises InputError if the options contradict each other, or if the export is not possible.
+    Raises InputError if the export is not possible.
     """
-    source = best_checkpoint(options.source) if options.best else options.source
-    if options.precision and options.dtype:
-        raise InputError(
-            "--dtype: with --precision trained, weights that are not quantized are BF16; omit "
-            "--dtype"
-        )
-    checkpoint, run_dir = checkpoint_of(source)
+    checkpoint, run_dir = checkpoint_of(options)
     out = options.out or run_dir / "export"
-    if out.exists():
-        raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
     state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)
     recipe = load_recipe(run_dir / "config.yaml")
     keeps_fp32 = state["identity"]["weights"] == "fp32" and not options.precision
@@ -157,41 +140,6 @@ def write_export(
         further_files[PICTURE] = picture_of_run(run)
     huggingface.export(hf, tensors, tokenizer, out, further_files)
     return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
-
-
-def best_checkpoint(run_dir: Path) -> Path:
-    """Return the run's checkpoint with the lowest held-out loss.
-
-    Raises InputError if the run has no evaluation, or if the checkpoint of its best evaluation was
-    deleted or never saved.
-    """
-    best = best_evaluation(evaluations_of_training(read_metrics(run_dir)))
-    folder = step_folder(run_dir / "checkpoints", best["step"]) if best else None
-    if folder is None or not folder.is_dir():
-        raise InputError(
-            f"{run_dir}: the run has no checkpoint of its best evaluation; either omit --best, or "
-            "train with `checkpoint.best: true`"
-        )
-    return folder
-
-
-def checkpoint_of(source: Path) -> tuple[Path, Path]:
-    """Return the path of a checkpoint and the path of its run folder.
-
-    source: the path of a checkpoint or of a run folder. For a run folder, the newest checkpoint is
-        returned.
-
-    Raises InputError if `source` is neither.
-    """
-    is_run = (source / "checkpoints").is_dir()
-    run_dir = source if is_run else source.absolute().parent.parent
-    checkpoint = newest_in(source)
-    if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
-        raise InputError(
-            f"{source}: this is neither a run folder with a checkpoint nor a checkpoint; choose a "
-            "run folder, or a step-* folder in the folder `checkpoints` of a run"
-        )
-    return checkpoint, run_dir
 
 
 # ── A saved model ─────────────────────────────────────────────────────────────────────────────────

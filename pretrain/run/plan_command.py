@@ -15,6 +15,7 @@ from foundation.errors import InputError
 from foundation.units import GIB, UNKNOWN, markdown, or_dash
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
+from pretrain.metrics.cards import card_called
 from pretrain.metrics.console import Console
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
@@ -26,7 +27,7 @@ from pretrain.plan.rendering import (
     width,
 )
 from pretrain.plan.speed import HERE, SAME, Prediction, predict
-from pretrain.plan.targets import card_called, devices_called, obstacle, plan_on
+from pretrain.plan.targets import devices_called, obstacle, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
 from pretrain.run.data import open_data
@@ -61,12 +62,10 @@ WITHOUT_PACKS = (
 def main(options: argparse.Namespace) -> int:
     """Print the plans of a recipe in several precisions for the devices in --on, and return 0.
 
-    Raises InputError for invalid options, and if the recipe cannot be planned.
+    Raises InputError if the recipe cannot be planned.
     """
     targets = [devices_called(text) for text in options.on or USUAL]
-    prices = {card_called(name, f"--price {name}").name: dollars for name, dollars in options.price}
-    for card in prices.keys() - {devices.name for devices in targets}:
-        raise InputError(f"--price: no plan on {card} is requested; add --on {card!r}")
+    prices = {card_called(name, "--price").name: dollars for name, dollars in options.price}
     if options.config and all(devices.count == 1 for devices in targets):
         raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
     loaded = load_recipe(options.recipe, options.overrides)

@@ -20,7 +20,7 @@ from foundation.errors import InputError, as_input_error
 from foundation.reading import load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import MANIFEST, STATE, newest_in, step_folders
+from pretrain.checkpoint.folders import MANIFEST, STATE, newest_in, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE

@@ -28,7 +28,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, describe_environment
-from pretrain.metrics.run_record import Record, last_screen, read_finished, same_measure
+from pretrain.metrics.run_record import Record, last_screen, read_finished
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import describe_topology
 from pretrain.model.graphs import MicrobatchGraphs
@@ -332,19 +332,3 @@ def report_if_finished(job: Job, folder: RunFolder, console: Console) -> bool:
         )
         console.panel(*last_screen(finished, folder))
     return is_complete
-
-
-def best_evaluation(records: Iterable[Record]) -> Record | None:
-    """Return the first evaluation with the lowest finite held-out loss, or None.
-
-    records: evaluations, in the order of their steps. If the measure changes (the held-out packs or
-        the precision), only the evaluations after the last change are compared.
-    """
-    best = None
-    for record in records:
-        loss = record["held_out_loss"]
-        if loss is None or not math.isfinite(loss):
-            continue
-        if best is None or not same_measure(best, record) or loss < best["held_out_loss"]:
-            best = record
-    return best

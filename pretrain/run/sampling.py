@@ -16,12 +16,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from foundation.errors import InputError, as_input_error
+from foundation.errors import as_input_error
 from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
+from pretrain.run.command_checks import model_folder
 from pretrain.run.run import Run
 from pretrain.run.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
@@ -109,13 +110,8 @@ def sample(
 def main(options: argparse.Namespace) -> int:
     """Generate and print a text for each prompt of the command line, and return 0.
 
-    Raises InputError if the model cannot be loaded or an option has no valid value.
+    Raises InputError if the model cannot be loaded.
     """
-    if not (options.temperature >= 0 and 0 < options.top_p <= 1):
-        raise InputError(
-            f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: set "
-            "--temperature to 0 or more, and --top-p to a number above 0 and not above 1"
-        )
     hf, tokenizer = load(options.folder)
     console = Console(0)
     for number, prompt in enumerate(options.prompts):
@@ -142,24 +138,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises InputError if there is no model or no tokenizer.
     """
     transformers_logging.disable_progress_bar()
-    if (folder / "final").is_dir():
-        folder = folder / "final"
-    if not (folder / "config.json").is_file():
-        # `folder` may be a recipe, or a run folder without the precision at the end of its name.
-        name = f"{folder.stem}*/final"
-        runs = {str(path.parent) for path in (*folder.parent.glob(name), *Path("runs").glob(name))}
-        raise InputError(
-            f"{folder}: this is not a folder with a model; "
-            f"choose {' or '.join(sorted(runs)) or 'a finished run'}, or create such a folder with "
-            "`python -m pretrain export RUN_OR_CHECKPOINT`"
-        )
-    # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
-    if not (folder / "tokenizer_config.json").is_file():
-        raise InputError(
-            f"{folder}: the model has no tokenizer, because its packs name none; save the packs' "
-            "tokenizer into this folder, for example with AutoTokenizer.from_pretrained("
-            f"'openai-community/gpt2').save_pretrained({str(folder)!r})"
-        )
+    folder = model_folder(folder)
     # `load_config` refuses a model whose folder contains its own Python code.
     load_config(ModelSettings(source=str(folder)))
     # Set the attention here, because config.json may choose a kernel that is downloaded from the

@@ -32,6 +32,7 @@ from foundation.errors import InputError
 from foundation.units import UNKNOWN, count, duration, markdown, plural
 from pretrain.compare import which
 from pretrain.compare.which_plan import Rounds, WhichPlan
+from pretrain.metrics.cards import cards_in
 from pretrain.settings.commands import MARGIN_PERCENT
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -53,12 +54,13 @@ def main(options: argparse.Namespace) -> int:
             "--on predicts answers about precisions that are evaluated in BF16; remove --served "
             "and --candidates, or --on"
         )
+    recipe = which.checked_recipe(options)
+    cards_in(options.on)
     # Import these modules here, because they import transformers, which takes seconds.
     from pretrain.plan.speed import predict
     from pretrain.plan.targets import obstacle
     from pretrain.run.plan_command import device_table, fits, plans_on
 
-    recipe = which.checked_recipe(options)
     overrides = [*options.overrides, "precision=bf16", "fp8_config.scope=linear"]
     if options.steps:
         overrides.append(f"train.steps={options.steps}")

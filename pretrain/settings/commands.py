@@ -44,10 +44,10 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
-def priced(text: str) -> tuple[str, float]:
-    """Parse `DEVICE=DOLLARS`. Raises ArgumentTypeError if the dollars are not a number above 0."""
-    device, _, dollars = text.rpartition("=")
-    return device, positive(dollars)
+def priced(text: str) -> list[tuple[str, float]]:
+    """Parse `DEVICE=DOLLARS,DEVICE=DOLLARS`. Raises ArgumentTypeError if a price is not above 0."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    return [(device, positive(dollars)) for device, _, dollars in parts]
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -62,6 +62,9 @@ class Command:
             module is imported after the options have been parsed.
         description: Text that --help prints. The list of commands has its first line.
         options: The arguments of the command line, see `option`.
+        check: A function that raises InputError for a mistake in the parsed options, as
+            "module:name". It is called before the module of `function` is imported. Its module
+            does not import torch.
         modes: Further options. A command line has at most one of them.
     """
 
@@ -71,12 +74,14 @@ class Command:
         function: str,
         description: str,
         *options: Option,
+        check: str | None = None,
         modes: Sequence[Option] = (),
     ) -> None:
         self.parser = parser
         self.function = function
         self.description = cleandoc(description)
         self.options = options
+        self.check = check
         self.modes = modes
 
     def read(self, arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
@@ -170,6 +175,7 @@ TRAIN = Command(
         help="number of processes, one for each GPU; default: the number in the configuration, or "
         "one for each GPU",
     ),
+    check="pretrain.run.command_checks:check_train",
     modes=TRAINING_MODES,
 )
 
@@ -204,12 +210,13 @@ PLAN = Command(
     ),
     option(
         "--price",
-        action="append",
+        action="extend",
         type=priced,
         default=[],
         metavar="DEVICE=DOLLARS",
-        help="dollars for an hour of one device, such as H100=2.5; may be repeated",
+        help="dollars for an hour of one device, such as H100=2.5,B200=6; may be repeated",
     ),
+    check="pretrain.run.command_checks:check_plan",
 )
 
 
@@ -269,6 +276,7 @@ EVALUATE = Command(
         help="folder with the YAML files of your own tasks; Python functions that these files name "
         "are executed",
     ),
+    check="pretrain.run.command_checks:check_evaluate",
 )
 
 
@@ -287,6 +295,7 @@ DOCTOR = Command(
         metavar="A,B",
         help="precisions to test; default: all, but on a GPU those that it supports",
     ),
+    check="pretrain.run.command_checks:check_precisions",
 )
 
 
@@ -333,6 +342,7 @@ EXPORT = Command(
         metavar="N",
         help="export the mean of the weights in the last N checkpoints, computed in FP64",
     ),
+    check="pretrain.run.command_checks:check_export",
 )
 
 
@@ -380,6 +390,7 @@ SAMPLE = Command(
         default=42,
         help="random seed, from which the seed of each prompt is derived; default: 42",
     ),
+    check="pretrain.run.command_checks:check_sample",
 )
 
 

@@ -17,7 +17,8 @@ from foundation.errors import InputError
 from foundation.files import find_damage
 from pretrain.checkpoint import checkpoint
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import read_manifest, step_folder, write_tensors
+from pretrain.checkpoint.folders import step_folder
+from pretrain.checkpoint.format import read_manifest, write_tensors
 from tests.pretrain.checkpoint.test_checkpoint import assert_holds, names, save, tensors_of
 
 

@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from foundation.signals import IF_NOT_IGNORED, SIGNALS
-from pretrain import __version__
 from pretrain.__main__ import main
 from pretrain.launch import launcher
 from pretrain.launch.launcher import find_configuration
@@ -317,20 +316,3 @@ def test_the_options_of_the_script_are_passed_on() -> None:
     assert launcher.training_arguments(commands.read("train", given)) == given
     with_setting = commands.read("train", ["--profile", "my.yaml", "--seed=1"])
     assert launcher.training_arguments(with_setting) == ["my.yaml", "seed=1", "--profile"]
-
-
-def test_the_mistakes_of_a_command_line_do_not_import_torch(tmp_path: Path) -> None:
-    code = """
-import sys
-from pretrain import __version__
-from pretrain.__main__ import main
-assert main(["train", "nowhere.yaml"]) == 2
-assert main(["train", "recipes/smoke.yaml", "optimizer.lr=1"]) == 2
-assert main(["train", "recipes/smoke.yaml", "--config", "nowhere"]) == 2
-assert main(["--version"]) == 0
-sys.exit("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"low-precision-pretraining {__version__}\n"
-    assert done.stderr.count("error: ") == 3

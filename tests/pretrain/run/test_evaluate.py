@@ -18,10 +18,10 @@ from packing.arrow import Packs
 from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.metrics.run_record import best_evaluation
 from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures, held_out_sums
 from pretrain.run.evaluate_command import packing_folder
-from pretrain.run.run import best_evaluation
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.plan.plan_recipe import recipe

@@ -1,0 +1,195 @@
+"""Check the command line, files and folders of a command before its module is imported.
+
+Most commands import torch, which takes seconds. This module does not, so a mistake is reported at
+once. `pretrain.settings.commands` names the check of each command. A check receives the parsed
+options, and raises InputError for a mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from foundation.errors import InputError, require_package
+from foundation.reading import load_object
+from packing.store import all_parts, find_splits
+from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
+from pretrain.metrics.cards import card_called, cards_in
+from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
+from pretrain.precision.settings import PRECISIONS
+from pretrain.settings.config import load_recipe
+
+# ── train, plan and doctor ────────────────────────────────────────────────────────────────────────
+
+
+def check_train(options: argparse.Namespace) -> None:
+    """Check the recipe, the checkpoint of --resume, and packs that are not made from a source."""
+    recipe = load_recipe(options.recipe, options.overrides)
+    check_checkpoint(options.resume)
+    for part in all_parts(recipe.data):
+        if part.source is None:
+            find_splits(part.packs, part.length)
+
+
+def check_checkpoint(requested: str) -> None:
+    """Raise InputError if `requested` is neither "auto", a checkpoint, nor a run with one."""
+    if requested != "auto":
+        load_object(
+            newest_in(Path(requested)) / MANIFEST,
+            "this is no complete checkpoint; choose a step-* folder in the `checkpoints` of a run",
+        )
+
+
+def check_plan(options: argparse.Namespace) -> None:
+    """Check the recipe and the names of the devices."""
+    on = {cards_in(text)[1].name for text in options.on}
+    for name, _ in options.price:
+        card = card_called(name, f"--price {name}").name
+        if on and card not in on:
+            raise InputError(f"--price: no plan on {card} is requested; add --on {card!r}")
+    load_recipe(options.recipe, options.overrides)
+
+
+def check_precisions(options: argparse.Namespace, *further: str) -> None:
+    """Raise InputError if --precisions has a name that is neither a precision nor in `further`."""
+    names = {*PRECISIONS, *further}
+    if unknown := [name for name in options.precisions or () if name not in names]:
+        raise InputError(
+            f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
+        )
+
+
+# ── evaluate ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_evaluate(options: argparse.Namespace) -> None:
+    """Check the recipe, the checkpoint of --resume, the precisions, and the options of --tasks."""
+    path, overrides, _ = arguments_of_evaluate(options)
+    load_recipe(path, overrides)
+    check_precisions(options, "all")
+    check_checkpoint(options.resume)
+
+
+def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str], list[str]]:
+    """Return the path of the recipe, its overrides, and the dataset of the command line, if any.
+
+    Raises InputError if the recipe is a folder of no run, or if options contradict each other.
+    """
+    is_run = options.recipe.is_dir()
+    path = options.recipe / "config.yaml" if is_run else options.recipe
+    if is_run and not path.is_file():
+        raise InputError(
+            f"{options.recipe}: this folder is not a run folder, because it has no config.yaml; "
+            "choose either a run folder, such as runs/NAME, or a recipe; --resume chooses a "
+            "checkpoint of the run"
+        )
+    datasets = [argument for argument in options.overrides if "=" not in argument]
+    if len(datasets) + bool(options.tasks) > 1:
+        raise InputError(
+            f"command line: {' '.join(datasets)}: evaluate one file, one folder of files or "
+            "--tasks at a time"
+        )
+    task_options = (options.num_fewshot, options.limit, options.include_path)
+    if not options.tasks and any(option is not None for option in task_options):
+        raise InputError(
+            "command line: --num_fewshot, --limit and --include_path need --tasks; either add it, "
+            "or remove them"
+        )
+    if options.tasks:
+        require_package("lm_eval", "tasks", "--tasks")
+    overrides = [f"run_dir={options.recipe}"] if is_run else []
+    overrides += [argument for argument in options.overrides if "=" in argument]
+    return path, overrides, datasets
+
+
+# ── export ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_export(options: argparse.Namespace) -> None:
+    """Check the checkpoint, the recipe of its run, and that the folder of the export is new."""
+    if options.precision and options.dtype:
+        raise InputError(
+            "--dtype: with --precision trained, weights that are not quantized are BF16; omit "
+            "--dtype"
+        )
+    _, run_dir = checkpoint_of(options)
+    out = options.out or run_dir / "export"
+    if out.exists():
+        raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
+    load_recipe(run_dir / "config.yaml")
+
+
+def _best_checkpoint(run_dir: Path) -> Path:
+    """Return the run's checkpoint with the lowest held-out loss.
+
+    Raises InputError if the run has no evaluation, or if the checkpoint of its best evaluation was
+    deleted or never saved.
+    """
+    best = best_evaluation(evaluations_of_training(read_metrics(run_dir)))
+    folder = step_folder(run_dir / "checkpoints", best["step"]) if best else None
+    if folder is None or not folder.is_dir():
+        raise InputError(
+            f"{run_dir}: the run has no checkpoint of its best evaluation; either omit --best, or "
+            "train with `checkpoint.best: true`"
+        )
+    return folder
+
+
+def checkpoint_of(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the path of the checkpoint that `export` exports, and the path of its run folder.
+
+    Raises InputError if `options.source` is neither a run folder with a checkpoint nor a
+    checkpoint.
+    """
+    source = _best_checkpoint(options.source) if options.best else options.source
+    is_run = (source / "checkpoints").is_dir()
+    run_dir = source if is_run else source.absolute().parent.parent
+    checkpoint = newest_in(source)
+    if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
+        raise InputError(
+            f"{source}: this is neither a run folder with a checkpoint nor a checkpoint; choose a "
+            "run folder, or a step-* folder in the folder `checkpoints` of a run"
+        )
+    return checkpoint, run_dir
+
+
+# ── sample ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_sample(options: argparse.Namespace) -> None:
+    """Check the options of sampling and the folder of the model."""
+    if not (options.temperature >= 0 and 0 < options.top_p <= 1):
+        raise InputError(
+            f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: set "
+            "--temperature to 0 or more, and --top-p to a number above 0 and not above 1"
+        )
+    model_folder(options.folder)
+
+
+def model_folder(folder: Path) -> Path:
+    """Return the folder of the model that `sample` loads: `final` of a run folder, or `folder`.
+
+    Raises InputError if the folder has no model or no tokenizer.
+    """
+    if (folder / "final").is_dir():
+        folder = folder / "final"
+    if not (folder / "config.json").is_file():
+        # `folder` may be a recipe, or a run folder without the precision at the end of its name.
+        name = f"{folder.stem}*/final"
+        runs = {str(path.parent) for path in (*folder.parent.glob(name), *Path("runs").glob(name))}
+        raise InputError(
+            f"{folder}: this is not a folder with a model; "
+            f"choose {' or '.join(sorted(runs)) or 'a finished run'}, or create such a folder with "
+            "`python -m pretrain export RUN_OR_CHECKPOINT`"
+        )
+    # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
+    if not (folder / "tokenizer_config.json").is_file():
+        ids = load_object(folder / "config.json", "export the model again").get("vocab_size")
+        raise InputError(
+            f"{folder}: the model has no tokenizer, because its packs name none; save the "
+            f"tokenizer of its {ids} token ids into this folder (for GPT-2's 50257 ids, "
+            "AutoTokenizer.from_pretrained('openai-community/gpt2').save_pretrained("
+            f"{str(folder)!r})), or prepare packs from text with `data.tokenizer`; meta.pkl of "
+            "nanoGPT is not read, because loading a pickle can execute code"
+        )
+    return folder
