@@ -43,8 +43,8 @@ def end_on_ctrl_c() -> None:
 def raising_on_ctrl_c() -> Iterator[None]:
     """Context manager in which Ctrl-C raises KeyboardInterrupt, if it would end this process.
 
-    After Ctrl-C, every other exception is replaced by KeyboardInterrupt. Some packages catch an
-    exception that interrupts their import, and then fail with another one.
+    After Ctrl-C, KeyboardInterrupt also replaces every other end of the caller's `with` statement.
+    Some packages catch an exception that interrupts their import, and then fail with another one.
     """
     received: list[int] = []
 
@@ -56,10 +56,9 @@ def raising_on_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except Exception:
+    finally:
         if received:
             raise KeyboardInterrupt from None
-        raise
 
 
 @contextmanager
