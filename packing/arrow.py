@@ -70,6 +70,8 @@ class Packs:
     # pad_id. Keys that the format does not record are missing. If the format does not record a
     # tokenizer, the value is None.
     tokenizer: dict[str, Any] | None = None
+    # Lines about the content of the packs, which the plan of a run prints.
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -11,7 +11,6 @@ of numbers (see docs/data.md). It means one number if the declared size is the s
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +22,6 @@ import pyarrow as pa
 
 from foundation.errors import InputError, as_input_error
 from foundation.files import FileRecord, check_files, hash_of
-from foundation.progress import say
 from foundation.reading import load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
 from packing.token_columns import (
@@ -32,6 +30,8 @@ from packing.token_columns import (
     MASK,
     TOKEN_COLUMNS,
     number_documents,
+    rule_of_eos,
+    starts_of_documents,
     trained_tokens,
     whole_numbers,
 )
@@ -97,10 +97,12 @@ class Shard(Packs):
     """The packs of one shard file. Each sample is a pack.
 
     A sample has a column `input_ids` (or `tokens`), and may have columns of
-    `packing.token_columns`. If `end_token` is not None, each token with this id ends a document.
+    `packing.token_columns`. If `end_token` is not None, each token with this id ends a document, or
+    begins one (see `starts_of_documents`).
     """
 
     end_token: int | None = None
+    begins = False
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """Read the shard's `entry` in index.json."""
@@ -185,7 +187,8 @@ class Shard(Packs):
                 f"set data.length={len(ids)} if all samples have this length"
             )
         if self.end_token is not None:
-            columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
+            starts = starts_of_documents(ids == self.end_token, begins=self.begins)
+            columns["document_ids"] = np.cumsum(starts)
         with as_input_error((ValueError,), where):
             numbers = number_documents(len(ids), columns)
             trained = trained_tokens(ids, columns)
@@ -221,7 +224,8 @@ class MDSPacks(JoinedPacks):
         """Open the shards in `folders`. `path` is the name of these packs in messages.
 
         If `length` is None, a pack has the length of the first sample. If no column of the first
-        sample marks where documents end, each EOS token of `tokenizer` ends a document.
+        sample marks where documents end, each EOS token of `tokenizer` ends a document, or begins
+        one if the first sample begins with it.
         """
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:
@@ -232,13 +236,16 @@ class MDSPacks(JoinedPacks):
         tokens = first_sample.pop(shards[0].token_column, ())
         self.length = length or len(tokens)
         unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
-        is_first_rank = os.environ.get("RANK", "0") == "0"
-        say(f"{path}: columns not read: {', '.join(unread)}", bool(unread) and is_first_rank)
+        notes = [f"{path}: columns not read: {', '.join(unread)}"] if unread else []
         # If the attention mask does not have one value per token, it has the lengths of documents.
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
         end_token = None
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
             end_token = load_tokenizer(tokenizer).special.get("eos")
+        begins = end_token is not None and bool(np.ravel(tokens)[0] == end_token)
+        if end_token is not None:
+            notes.append(rule_of_eos(path, end_token, begins=begins))
+        self.notes = notes
         content = [
             [
                 shard.samples,
@@ -248,10 +255,12 @@ class MDSPacks(JoinedPacks):
             for shard in shards
         ]
         # The fingerprint depends on how samples are divided into shards.
-        self.fingerprint = hash_of(content if end_token is None else [*content, end_token])
+        marks = [] if end_token is None else [end_token, *(["begins"] if begins else [])]
+        self.fingerprint = hash_of([*content, *marks])
         for shard in shards:
             shard.length = self.length
             shard.end_token = end_token
+            shard.begins = begins
         # Read a pack, so that a wrong length or dtype raises InputError at the start.
         self[0]
 

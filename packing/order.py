@@ -198,9 +198,7 @@ class MixedPacks(JoinedPacks):
         self.length = self.joined[0].length
         # MDS and token .bin files do not record their tokenizer.
         recorded = [packs.tokenizer for packs in self.joined if packs.tokenizer]
-        # Token files of datatrove record only the name.
-        names = {tokenizer.get("fingerprint", tokenizer["name"]) for tokenizer in recorded}
-        if len(names) > 1:
+        if len({tokenizer["fingerprint"] for tokenizer in recorded}) > 1:
             raise InputError(
                 f"{path}: the packs of the sources were made with different tokenizers; prepare "
                 "all sources with the same tokenizer"

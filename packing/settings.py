@@ -266,7 +266,7 @@ class DataSettings(SourceSettings):
     """
 
     packs: CopiedPath
-    """Folder of packs (Arrow, MDS) or of .ds files, or a token file (.bin, .npy, .ds).
+    """Folder of packs (Arrow, MDS, OLMo), or a token file (.bin, .npy).
 
     With `source`, packs are prepared in it. Packs that exist may be in object storage (s3://...).
     """
@@ -321,8 +321,8 @@ class DataSettings(SourceSettings):
     """Hub name, folder, or tokenizer.json.
 
     In a token file without an index, and in MDS packs without columns that mark documents, each EOS
-    token of this tokenizer ends a document. If no tokenizer is set, each pack of such files is one
-    document.
+    token of this tokenizer ends a document, or begins one if the data begin with EOS. If no
+    tokenizer is set, each pack of such files is one document.
     """
 
     packing: Literal["truncate", "best_fit"] = "truncate"

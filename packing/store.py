@@ -27,7 +27,7 @@ from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
 from packing.settings import SOURCE_NAME, DataSettings, matching_files, weights_by_phase
 from packing.stream import StreamedPacks
-from packing.token_bin import DatatrovePacks, TokenBin
+from packing.token_bin import TokenBin, TokenFolder
 from packing.tokenizer import load_tokenizer
 
 # Usual names of the held-out split.
@@ -217,6 +217,7 @@ class PartOfPacks(Packs):
         self.path = packs.path
         self.length = packs.length
         self.tokenizer = packs.tokenizer
+        self.notes = packs.notes
         self.fingerprint = hashlib.sha256(
             packs.fingerprint.encode() + indices.astype("<i8").tobytes()
         ).hexdigest()
@@ -246,19 +247,21 @@ def find_splits(
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
+    def end_token() -> int | None:
+        return load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
+
     def first_of(*candidates: Path) -> Callable[[], Packs] | None:
         """Return a function that opens the first of `candidates` that has packs, or None.
 
         A candidate has packs if it is a token file or an MDS folder, or if it contains token files
-        of datatrove or MDS folders.
+        of OLMo or MDS folders.
         """
+        pack_length = length or _DEFAULT_LENGTH
         for candidate in candidates:
-            is_one = candidate.suffix == ".ds" and candidate.is_file()
-            if files := [candidate] if is_one else sorted(candidate.glob("*.ds")):
-                return partial(DatatrovePacks, files, path, length or _DEFAULT_LENGTH, tokenizer)
             if candidate.suffix in (".bin", ".npy") and candidate.is_file():
-                end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
-                return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
+                return partial(TokenBin, candidate, pack_length, end_token())
+            if files := sorted(candidate.glob("token_ids*.npy")):
+                return partial(TokenFolder, files, path, pack_length, end_token())
             inside = sorted(
                 index.parent
                 for index in candidate.glob(f"*/{INDEX}")
@@ -276,8 +279,8 @@ def find_splits(
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     raise InputError(
         f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin, "
-        "no train.npy and no .ds files (tokens). To read a token file with another name, set "
-        "data.packs to this file, which must end in .bin, .npy or .ds. To read several .bin or "
-        ".npy files of a folder, name each "
-        f"in data.sources, as {{name: x_train_000001.bin, weight: 1}}; {_MAKE}"
+        "no train.npy and no token_ids*.npy (tokens). To read a token file with another "
+        "name, set data.packs to this file, which must end in .bin or .npy. To read several .bin "
+        "or .npy files of a folder, name each in data.sources, as {name: x_train_000001.bin, "
+        f"weight: 1}}; {_MAKE}"
     )

@@ -8,6 +8,7 @@ a document number belongs to the token at the same index. Labels are not shifted
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,30 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
         )
     documents = np.cumsum(np.append(0, numbers[1:] != numbers[:-1]))
     return np.where(is_real & (numbers >= 0), documents, -1)
+
+
+def starts_of_documents(is_eos: np.ndarray, *, begins: bool) -> np.ndarray:
+    """Return True for each token that starts a document: [tokens] bool.
+
+    `is_eos` is True for each EOS token. EOS ends a document. With `begins`, it begins a document
+    instead, but the first of two EOS tokens ends one. Then the first EOS token of the array begins
+    a document too, and a single EOS token at its end ends one.
+    """
+    before = np.append(False, is_eos[:-1])
+    if not begins:
+        return before
+    after = np.append(is_eos[1:], True)
+    return is_eos & (before | ~after)
+
+
+def rule_of_eos(path: Path, token: int, *, begins: bool) -> str:
+    """Return a line about the documents of packs that are divided at the EOS token."""
+    if begins:
+        return (
+            f"{path}: each document begins with EOS (id {token}), and EOS before another EOS ends "
+            "a document"
+        )
+    return f"{path}: each document ends with EOS (id {token})"
 
 
 def trained_tokens(

@@ -361,7 +361,7 @@ def _plan_of(
             if data and isinstance(data.train, MixedPacks)
             else None
         ),
-        notices=notices,
+        notices=[*notices, *(data.notes if data else ())],
     )
 
 

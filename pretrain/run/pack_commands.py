@@ -143,6 +143,7 @@ def _describe(path: Path, verify: bool) -> None:
         if verify:
             packs.verify()
             print("  verified             every file with a recorded hash is unchanged")
+    print("".join(f"  {note}\n" for note in first.notes), end="")
     if isinstance(first, ArrowPacks):
         print(summary(first.manifest))
 

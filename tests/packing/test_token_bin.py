@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
 import struct
 from itertools import chain
 from pathlib import Path
@@ -92,6 +94,50 @@ def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path, suffix, writer):
     assert (len(open_packs(data, "train")), open_packs(data, "held_out")) == (4, None)
 
 
+def documents_by_loop(tokens: list[int], end: int, begins: bool) -> list[int]:
+    """Return the index of the first token of each document except for the first document."""
+    starts = []
+    is_open = True
+    for index, token in enumerate(tokens):
+        follows_eos = index > 0 and tokens[index - 1] == end
+        if begins and token == end:
+            is_last = index + 1 == len(tokens) or tokens[index + 1] == end
+            # The first of two EOS tokens ends the open document, and so does the last token.
+            is_open = is_last and not follows_eos
+            if not is_open and index > 0:
+                starts.append(index)
+        elif not begins and follows_eos:
+            starts.append(index)
+    return starts
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=9),
+    form=st.sampled_from(["text E", "E text", "E text E"]),
+    length=st.integers(1, 12),
+    is_shard=st.booleans(),
+)
+def test_documents_are_divided_at_eos_in_each_form(tmp_path_factory, texts, form, length, is_shard):
+    folder = tmp_path_factory.getbasetemp()
+    documents = [[0] * ("E " in form) + text + [0] * (" E" in form) for text in texts]
+    tokens = list(chain.from_iterable(documents))
+    starts = np.cumsum([0, *map(len, documents)]).tolist()
+    assert documents_by_loop(tokens, 0, "E " in form) == starts[1:-1]
+    path = write_npy(folder / "eos.npy", tokens)
+    if form == "E text" and is_shard:
+        # A later shard of llm.c, which begins within a document.
+        path = write_llm_c(folder / "eos.bin", tokens[1:])
+        tokens, starts = tokens[1:], [0, *(start - 1 for start in starts[1:])]
+    packs = TokenBin(path, length, end_token=0)
+    assert tokens_of(packs) == tokens
+    for number, lengths in enumerate(lengths_of(packs)):
+        first, last = number * length, min(number * length + length, starts[-1])
+        inside = [start for start in starts if first < start < last]
+        assert lengths == np.diff([first, *inside, last]).tolist()
+    assert len(packs.notes) == 1 and "each document" in packs.notes[0]
+    assert ("begins with EOS (id 0)" in packs.notes[0]) == ("E " in form)
+
+
 def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
     # The id of its EOS token is 0.
     save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")
@@ -101,29 +147,128 @@ def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
     assert open_packs(DataSettings(packs=path, length=8), "train")[0].lengths.tolist() == [8]
 
 
+def write_llmq(path: Path, tokens: np.ndarray, mask: np.ndarray | None = None) -> Path:
+    header = (
+        b"BIN.TOK\n" + np.array([2, 4, len(tokens), 151_936, mask is not None], "<i4").tobytes()
+    )
+    bits = b"" if mask is None else np.packbits(mask, bitorder="little").tobytes()
+    path.write_bytes(header.ljust(1023, b"*") + b"\n" + tokens.astype("<i4").tobytes() + bits)
+    return path
+
+
+@given(
+    count=st.integers(1, 70),
+    length=st.integers(1, 30),
+    kind=st.sampled_from(["llmq", "llmq without a mask", "labels_mask_part_0.npy", "x.mask.npy"]),
+    seed=st.integers(0, 99),
+)
+def test_masks_in_a_file_and_beside_it_are_read(tmp_path_factory, count, length, kind, seed):
+    folder = tmp_path_factory.mktemp("masks")
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 151_936, count)
+    mask = rng.integers(0, 2, count).astype(bool)
+    if kind.startswith("llmq"):
+        path = write_llmq(folder / "x.bin", tokens, mask if kind == "llmq" else None)
+    elif kind == "x.mask.npy":
+        path = write_npy(folder / "x.npy", tokens, "uint32")
+        np.save(folder / kind, mask)
+    else:
+        path = write(folder / "token_ids_part_0.npy", tokens, "uint32")
+        (folder / kind).write_bytes(mask.tobytes())
+        (folder / "token_ids_part_0.csv.gz").write_bytes(gzip.compress(f"0,{count},a\n".encode()))
+    packs = TokenBin(path, length)
+    read = [packs[index].trained for index in range(len(packs))]
+    if kind == "llmq without a mask":
+        assert read == [None] * len(packs)
+    else:
+        assert np.concatenate(read)[:count].tolist() == mask.tolist()
+        assert not np.concatenate(read)[count:].any()
+    assert tokens_of(packs) == tokens.tolist()
+
+
+def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
+    for part in range(2):
+        name = tmp_path / f"token_ids_part_000{part}.npy"
+        write(name, [7, 7, 8, 8, 8, 9 + part])
+        bounds = f"0,2,{part},a.jsonl,1\n2,5,b,a.jsonl,2\n5,6,c,a.jsonl,3\n"
+        name.with_suffix(".csv.gz").write_bytes(gzip.compress(bounds.encode()))
+        (tmp_path / f"labels_mask_part_000{part}.npy").write_bytes(bytes([0, 1, 0, 1, 1, part]))
+    packs = open_packs(DataSettings(packs=tmp_path, length=4), "train")
+    assert lengths_of(packs) == [[2, 2], [1, 1]] * 2
+    assert tokens_of(packs) == [7, 7, 8, 8, 8, 9, 7, 7, 8, 8, 8, 10]
+    assert [packs[index].trained.tolist() for index in (0, 3)] == [
+        [False, True, False, True],
+        [True, True, False, False],
+    ]
+    fingerprint = packs.fingerprint
+    (tmp_path / "labels_mask_part_0001.npy").write_bytes(bytes([1] * 6))
+    assert open_packs(DataSettings(packs=tmp_path, length=4), "train").fingerprint != fingerprint
+
+
+@pytest.mark.parametrize(
+    ("beside", "content", "message"),
+    [
+        ("x.csv.gz", gzip.compress(b"0,2\n3,6\n"), "does not have the bounds of all documents"),
+        ("x.csv.gz", gzip.compress(b"0,2\n2,5\n"), "does not have the bounds of all documents"),
+        ("x.csv.gz", gzip.compress(b"start,end\n0,6\n"), "does not have the bounds"),
+        ("x.csv.gz", b"0,6\n", "does not have the bounds"),
+        ("x_mask.npy", bytes(5), r"is not a mask of x\.npy: .* each of 6 tokens"),
+        ("x_labels.npy", bytes([1, 2, 0, 0, 0, 0]), r"is not a mask of x\.npy"),
+        ("x.loss", b"", r"is not a mask of x\.npy"),
+    ],
+)
+def test_a_file_beside_the_tokens_that_does_not_fit_is_refused(tmp_path, beside, content, message):
+    writer = write if beside == "x.csv.gz" else write_npy
+    path = writer(tmp_path / "x.npy", range(6))
+    (tmp_path / beside).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{beside}: the file {message}"):
+        TokenBin(path, 4)
+
+
 @given(
     dtype=st.sampled_from(["uint16", "int16", "uint32", "int32", "int64", "uint64"]),
     lowest=st.sampled_from([0, 1, 7, 256, 50_000, 65_530, 65_536, 131_072, 2**19]),
     vocabulary=st.sampled_from([1, 2, 4, 8, 16, 65, 256, 512, 50_257, 151_936, 2**20]),
     rows=st.sampled_from([1, 2, 5, 8, 16, 17, 40, 1001]),
     pattern=st.sampled_from(["uniform", "zipf", "counting"]),
+    odd=st.sampled_from([None, -1, -100]),
+    share=st.sampled_from([0.0, 0.2, 0.8]),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=150, deadline=None)
 def test_ids_of_any_width_and_range_are_read_right_or_refused(
-    tmp_path_factory, dtype, lowest, vocabulary, rows, pattern, seed
+    tmp_path_factory, dtype, lowest, vocabulary, rows, pattern, odd, share, seed
 ):
     rng = np.random.default_rng(seed)
     draw = {"uniform": rng.integers(0, vocabulary, rows), "zipf": rng.zipf(1.4, rows) - 1}
     ids = np.minimum(draw.get(pattern, np.arange(rows)), 2**20) % vocabulary
-    tokens = np.minimum(lowest + ids, min(np.iinfo(dtype).max, 2**31))
-    path = write(tmp_path_factory.getbasetemp() / "any.bin", tokens, dtype)
+    tokens = np.minimum(lowest + ids, min(np.iinfo(dtype).max, 2**31)).astype(np.int64)
+    # One negative id, or many, as in padded rows. 16 bits have none.
+    if is_odd := odd is not None and "16" not in dtype:
+        tokens[rng.integers(rows)] = odd
+        tokens[rng.random(rows) < share] = odd
+    path = write(tmp_path_factory.getbasetemp() / "any.bin", tokens.astype(dtype), dtype)
     try:
         read = tokens_of(TokenBin(path, 100))
     except InputError as error:
-        assert "fits several dtypes" in str(error)
+        words = ["fits several dtypes", "as files of another kind do"]
+        assert any(word in str(error) for word in [*words, *(["negative id -"] * is_odd)])
     else:
         assert read == tokens.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [256, 50_257, 151_936])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("odd", [-1, -100, 2**32 - 1, 2**31 - 1])
+def test_one_odd_id_does_not_change_the_dtype(tmp_path, vocab_size, dtype, odd):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 20_000)
+    tokens[777] = odd
+    path = write(tmp_path / "x.bin", tokens.astype(dtype), dtype)
+    packs = TokenBin(path, 100)
+    assert packs[0].input_ids.tolist() == tokens[:100].tolist() and len(packs) == 200
+    if odd < 0 or (odd == 2**32 - 1 and dtype == "int32"):
+        with pytest.raises(InputError, match=rf"pack 7 has the negative id {min(odd, -1)}, as pad"):
+            packs[7]
 
 
 @pytest.mark.parametrize("vocab_size", [4, 12, 60, 50_257, 65_536, 151_936])
@@ -141,7 +286,6 @@ def test_the_dtype_of_a_usual_file_is_inferred(tmp_path, dtype, vocab_size, end)
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [
-        ([], "uint16"),
         ([5], "uint16"),
         ([0] * 4096, "uint16"),
         ([0] * 4096, "int64"),
@@ -157,9 +301,8 @@ def test_a_file_that_fits_several_dtypes_is_refused(tmp_path, tokens, dtype):
     path = write(tmp_path / "train.bin", tokens, dtype)
     with pytest.raises(InputError, match=r"train\.bin: .* fits several dtypes; .* numpy\.save"):
         TokenBin(path, 8)
-    if tokens:
-        packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
-        assert tokens_of(packs) == tokens
+    packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
+    assert tokens_of(packs) == tokens
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", ">u2", "int32", "uint64"])
@@ -278,21 +421,42 @@ def test_shards_of_a_folder_are_read_as_sources(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "start", [b"version https://git-lfs.github.com\n", b"PK\x03\x04", b"LITPKDS"]
+    "start",
+    [
+        b"version https://git-lfs.github.com\n",
+        b"PK\x03\x04",
+        b"LITPKDS",
+        b"MYTOKENS v1",
+        "Привет всем".encode(),
+        "你好你好".encode(),
+        pickle.dumps([1, 2]),
+        pickle.dumps(np.arange(9), protocol=2),
+        struct.pack("<Q", 300) + b'{"a":',
+    ],
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, start):
-    tokens = np.random.default_rng(0).integers(0, 50_257, 100).astype("uint16")
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_file_of_another_kind_is_refused(tmp_path, start, dtype):
+    tokens = np.random.default_rng(0).integers(0, 50_257, 100).astype(dtype)
     path = tmp_path / "train.bin"
-    path.write_bytes(start + bytes(len(start) % 2) + tokens.tobytes())
-    with pytest.raises(InputError, match=rf"train\.bin: .*begins with b'{start[:2].decode()}"):
+    path.write_bytes(start + bytes(-len(start) % 4) + tokens.tobytes())
+    with pytest.raises(InputError, match=r"train\.bin: .*it begins with b"):
         TokenBin(path, 8)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", np.random.default_rng(0).standard_normal(5000).astype("<f4").tobytes()]
+)
+def test_floats_and_empty_files_are_no_token_files(tmp_path, content):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.bin: the file does not record the dtype"):
+        TokenBin(tmp_path / "x.bin", 8)
 
 
 @pytest.mark.parametrize("name", ["corpus.idx", "corpus.jsonl", "folder"])
 def test_packs_that_are_no_token_file_are_refused(tmp_path, name):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_bytes(b"{}")
-    with pytest.raises(InputError, match=r"has no packs: .* must end in \.bin, \.npy or \.ds"):
+    with pytest.raises(InputError, match=r"has no packs: .* must end in \.bin or \.npy"):
         open_packs(DataSettings(packs=path, length=8), "train")
 
 
