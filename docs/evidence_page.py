@@ -1,152 +1,478 @@
-"""Draw docs/evidence.png: `python -m docs.evidence_picture`.
+"""Write the table and the picture of docs/evidence.md, and pretrain/run/answers.csv: `make docs`.
 
-The figures are those of the table in docs/evidence.md, and of the answers of `which` for the two
-largest models in pretrain/run/answers.csv. Tests compare both with the result files.
+All three have the rows of `measured_rows`, which are computed from the files in
+benchmarks/results/loss/. To add a study, add its file to STUDIES.
+
+A loss has two intervals over seeds, as in `which`. The wider one decides whether a difference is
+shown, and the narrower one whether the loss is equivalent
+(`pretrain.compare.differences.verdict_from`). All wider intervals of a study together have a
+confidence of 95 %. They are those of `which` if the study could end after any seed, and intervals
+of Student's t if the number of seeds was fixed before.
 """
 
 from __future__ import annotations
 
 import csv
-import re
+import io
+import json
+import math
+import shlex
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pretrain.compare.differences import MARGIN
+from benchmarks.machine import with_tables
+from foundation.units import markdown
+from pretrain.compare.differences import (
+    BEYOND_MARGIN,
+    CANNOT_TELL,
+    CONFIDENCE,
+    EQUIVALENT,
+    MARGIN,
+    WITHIN_MARGIN,
+    WORSE,
+    LossDifference,
+    error_of,
+    verdict_from,
+)
+from pretrain.compare.which_plan import WhichPlan
+from pretrain.metrics.cards import card_of
+from pretrain.metrics.flops import ModelFlops
+from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.run.which_on import ANSWERS
+from pretrain.settings import commands
+from pretrain.settings.config import load_recipe
 
 DOCS = Path(__file__).parent
-# Models and cards of the answers that are drawn, and the heading of each model.
-LARGER = {
-    ("GPT-2 124M", "H100"): "GPT-2 with 124 million parameters",
-    ("Qwen3-0.6B", "H200"): "Qwen3-0.6B",
-}
+PAGE = DOCS / "evidence.md"
+PICTURE = DOCS / "evidence.png"
+LOSSES = DOCS.parent / "benchmarks/results/loss"
+# Verdict of a comparison that the design did not test.
+ESTIMATE = "estimate"
+# Names of the precisions in the table and in the picture.
 LABELS = {
-    "delayed": "FP8, delayed scaling",
-    "delayed+head": "FP8, delayed scaling, the head in FP8 too",
-    "block": "FP8, blocks",
+    "delayed": "FP8 delayed",
+    "delayed+head": "FP8 delayed, head too",
+    "current": "FP8 current",
+    "block": "FP8 blocks",
+    "mxfp8": "MXFP8, emulated",
+    "nvfp4": "NVFP4, emulated",
+    "mxfp4": "MXFP4, emulated",
+    "nvfp4 in every layer": "NVFP4 in every layer",
+    "nvfp4 until the decay": "NVFP4, then BF16",
+    "plain BF16 weights": "plain BF16 weights",
 }
-# The color of each verdict, the color of its marker, and its explanation.
-STYLES = {
-    "equivalent": ("#0072B2", "#0072B2", "within the margin, shown by a test"),
-    "cannot tell": ("#D55E00", "#D55E00", "neither equivalence nor a difference is shown"),
-    "estimate": ("#555555", "white", "no test was planned"),
+# Cells of the evidence's files. The last three are no candidates of `which`.
+CELLS = {
+    "delayed": "delayed_branch",
+    "delayed+head": "delayed_head_branch",
+    "current": "current_branch",
+    "block": "block_branch",
+    "mxfp8": "mxfp8_branch",
+    "nvfp4": "nvfp4_kept_branch",
+    "mxfp4": "mxfp4_branch",
+    "nvfp4 in every layer": "nvfp4_branch",
+    "nvfp4 until the decay": "nvfp4_then_bf16_branch",
+    "plain BF16 weights": "bf16_weights_branch",
 }
+# Candidates of `which`, which are in answers.csv.
+CANDIDATES = ("delayed", "delayed+head", "current", "block", "mxfp8", "nvfp4", "mxfp4")
+# The precisions that the design of the evidence tests. Other cells are estimates.
+TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
+# Colors of the verdicts in the picture.
+COLORS = {
+    EQUIVALENT: "#0072B2",
+    WORSE + WITHIN_MARGIN: "#56B4E9",
+    WORSE: "#E69F00",
+    WORSE + BEYOND_MARGIN: "#D55E00",
+    CANNOT_TELL: "#777777",
+    ESTIMATE: "#BBBBBB",
+}
+# Ends of the axes of the picture, in percent. Larger losses are written as numbers.
+LOWEST, HIGHEST = -0.8, 1.0
 
 
-class Row(NamedTuple):
-    """A row of the picture. The loss and its half-width are in percent of BF16's loss."""
+@dataclass(frozen=True)
+class Study:
+    """A comparison of precisions for one model on one dataset.
 
-    heading: str
-    label: str
-    loss: float
+    `file` is the name of the result file. A file of `which` may have several answers, of which one
+    is named after "#". `more_seeds` is a file with more rounds of the same comparison.
+    """
+
+    model: str
+    data: str
+    file: str
+    precisions: tuple[str, ...]
+    recipe: str = ""
+    more_seeds: str = ""
+
+
+STUDIES = (
+    Study("Qwen3 14M", "code and prose", "h200_evidence_14m.jsonl", tuple(CELLS)),
+    Study("Qwen3 35M", "code and prose", "h200_evidence_35m.jsonl", ("delayed", "delayed+head")),
+    Study("Qwen3 35M", "more code and prose", "h200_evidence_35m_once.jsonl", ("delayed",)),
+    Study("Qwen3 112M", "more code and prose", "h200_evidence_111m.jsonl", ("delayed",)),
+    Study("Qwen3 14M", "code", "which.json#dense_delayed", ("delayed",)),
+    Study("GPT-2 124M", "Python", "h100_which_gpt2.json", ("delayed", "delayed+head", "block")),
+    Study(
+        "Qwen3-0.6B",
+        "Python",
+        "h200_which_qwen3_0_6b.json",
+        ("delayed", "delayed+head"),
+        recipe="benchmarks/evidence/which_qwen3_0_6b.yaml",
+        more_seeds="h100_which_qwen3_0_6b.json",
+    ),
+    Study("OLMoE 63M", "code", "which.json#mixture", ("delayed", "current", "block")),
+    Study("OLMoE 63M", "code", "which.json#mixture_with_mxfp8", ("mxfp8",)),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Mean over seeds of a loss above BF16's, in percent of BF16's loss.
+
+    `half_width` is that of the wider interval, and `narrow` that of the narrower one.
+    """
+
+    mean: float
     half_width: float
-    seeds: str
+    narrow: float
     verdict: str
 
+    def __str__(self) -> str:
+        """Return the mean and its wider interval: "+0.07 ± 0.25"."""
+        return f"{self.mean:+.2f} ± {self.half_width:.2f}"
 
-def rows_of_the_page() -> list[Row]:
-    """Return the rows of the table in docs/evidence.md."""
-    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
-    cells = r"\| (.+?) \| (.+?) \| [\d.]+ \| (\d+) \| ([+−][\d.]+) ± ([\d.]+) % \| (.+?) \|"
+
+@dataclass(frozen=True)
+class Row:
+    """A precision that was compared with BF16.
+
+    `speed`, `gain`, `gain_interval` and `answer` are those of answers.csv, and "" if not known.
+    """
+
+    study: Study
+    parameters: int
+    experts: int
+    card: str
+    precision: str
+    tokens_per_parameter: float
+    seeds: int
+    served: Cost
+    training: Cost
+    speed: str = ""
+    gain: str = ""
+    gain_interval: str = ""
+    answer: str = ""
+
+    @property
+    def heading(self) -> str:
+        """Return the model, its training and its dataset."""
+        tokens = f"{self.tokens_per_parameter:.2g} tokens per parameter"
+        return f"{self.study.model}, {tokens}, {self.study.data}"
+
+
+def measured_rows() -> list[Row]:
+    """Return the rows of all studies, computed from their result files."""
     return [
-        Row(heading_of(size), label, number(loss), float(half_width), seeds, verdict)
-        for label, size, seeds, loss, half_width, verdict in re.findall(f"(?m)^{cells}", text)
+        row
+        for study in STUDIES
+        for row in (rows_of_cells if study.file.endswith(".jsonl") else rows_of_which)(study)
     ]
 
 
-def heading_of(size: str) -> str:
-    """Return a size such as "35 million, new data" with the word "parameters"."""
-    million, _, data = size.partition(",")
-    return f"{million} parameters" + (f",{data}" if data else "")
+def rows_of_cells(study: Study) -> Iterator[Row]:
+    """Yield the rows of a study whose number of seeds was fixed before.
+
+    A run is compared with the BF16 run of the same seed in the same session, from whose checkpoint
+    it branches. If a seed was trained in several sessions, the mean of its differences counts.
+    """
+    lines = [json.loads(line) for line in (LOSSES / study.file).read_text("utf-8").splitlines()]
+    header, runs = lines[0], [line for line in lines if "run" in line]
+    base = {(run["session"], run["seed"]): run for run in runs if run["cell"] == "bf16"}
+    tests = sum(precision in TESTED for precision in study.precisions)
+    for precision in study.precisions:
+        branches = [run for run in runs if run["cell"] == CELLS[precision]]
+        pairs = [(run, base[run["session"], run["seed"]]) for run in branches]
+        error = error_of(tests) if precision in TESTED else 1 - CONFIDENCE
+        costs = []
+        for loss in (held_out_loss, training_loss):
+            by_seed = defaultdict(list)
+            for run, baseline in pairs:
+                by_seed[run["seed"]].append(loss(run) - loss(baseline))
+            means = {seed: statistics.fmean(values) for seed, values in by_seed.items()}
+            level = statistics.fmean(loss(baseline) for _, baseline in pairs)
+            difference = LossDifference(means, level)
+            halves = [t_half_width(difference, part) for part in (error, 2 * error)]
+            costs.append(cost_of(difference, *halves, is_tested=precision in TESTED))
+        yield Row(
+            study,
+            header["parameters"],
+            0,
+            card_of(header["gpus"][0]).name,
+            precision,
+            header["tokens"] / header["parameters"],
+            len(means),
+            *costs,
+        )
 
 
-def rows_of_answers() -> list[Row]:
-    """Return the rows of the larger models, which `which` compared."""
-    with ANSWERS.open(encoding="utf-8", newline="") as file:
-        answers = list(csv.DictReader(file))
-    rows = []
-    for answer in answers:
-        heading = LARGER.get((answer["model"], answer["card"]))
-        if heading:
-            loss, half_width = answer["loss_in_percent"].split(" ± ")
-            label = LABELS[answer["precision"]]
-            rows.append(
-                Row(
-                    heading,
-                    label,
-                    number(loss),
-                    float(half_width),
-                    answer["seeds"],
-                    answer["verdict"],
-                )
+def held_out_loss(run: Mapping[str, Any]) -> float:
+    """Return the held-out loss of the final weights, evaluated in BF16."""
+    return float(run["final"]["held_out_loss"])
+
+
+def training_loss(run: Mapping[str, Any]) -> float:
+    """Return the mean training loss of the last 100 steps."""
+    return statistics.fmean(run["last_losses"])
+
+
+def rows_of_which(study: Study) -> Iterator[Row]:
+    """Yield the rows of a study by `which`, which could end after any seed."""
+    name, _, part = study.file.partition("#")
+    content = json.loads((LOSSES / name).read_text("utf-8"))
+    content = content[part] if part else content
+    answered = content.get("verdict", content)
+    error = WhichPlan(**answered["protocol"]).error
+    options = commands.read("which", shlex.split(content["command"].partition(" (")[0])[4:])
+    recipe = load_recipe(DOCS.parent / (study.recipe or options.recipe), options.overrides)
+    config = load_config(recipe.model)
+    parameters = ModelFlops.of(build_on_meta(config)).parameters
+    differences = pooled_differences(study) if study.more_seeds else {}
+    for precision in study.precisions:
+        candidate = answered["candidates"][precision]
+        served, training = differences.get(precision) or [
+            LossDifference(
+                {int(seed): value for seed, value in candidate[key]["by_seed"].items()},
+                candidate[key]["baseline"],
             )
-    return rows
-
-
-def number(text: str) -> float:
-    """Return the number in a text with a sign, which may be a typographic minus."""
-    return float(text.replace("−", "-"))
-
-
-def draw(rows: list[Row]) -> Figure:
-    """Return a picture with the differences in BF16 evaluation, their intervals, and the margin."""
-    figure = Figure(figsize=(10, 8.4), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    margin = axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
-    axes.axvline(0, color="#888888", linewidth=0.8)
-    # Rows of the same size are next to each other, below a heading.
-    places: dict[float, str] = {}
-    for row in rows:
-        if row.heading not in places.values():
-            places[len(places) + 0.25] = row.heading
-        place = len(places)
-        places[place] = row.label
-        line, marker, _ = STYLES[row.verdict]
-        axes.errorbar(
-            row.loss,
-            place,
-            xerr=row.half_width,
-            fmt="o",
-            color=line,
-            markerfacecolor=marker,
-            capsize=3,
+            for key in ("served", "trained")
+        ]
+        interval = candidate.get("gain_interval")
+        yield Row(
+            study,
+            parameters,
+            getattr(config, "num_experts", 0),
+            card_of(content["environment"]["gpus"][0]).name,
+            precision,
+            options.steps * recipe.batch.tokens / parameters,
+            len(served.by_seed),
+            sequential_cost(served, error),
+            sequential_cost(training, error),
+            speed=number(candidate["speedup"]),
+            gain=number(candidate["gain_at_equal_loss"]),
+            gain_interval="{:.2f} to {:.2f}".format(*interval) if interval else "",
+            answer=answer_about(precision, answered["answer"], study),
         )
-        sign = "−" if row.loss < 0 else "+"
-        axes.annotate(
-            f"{sign}{abs(row.loss):.2f} ± {row.half_width:.2f} %, {row.seeds} seeds: {row.verdict}",
-            (1, place),
-            (6, 0),
-            ("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            color=line,
-        )
-    axes.set_yticks(list(places), list(places.values()))
-    for place, text in zip(places, axes.get_yticklabels(), strict=True):
-        text.set_fontweight("bold" if place % 1 else "normal")
-    axes.set_ylim(len(places) - 0.4, -0.3)  # the first row is at the top
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("held-out loss of the final weights above BF16's, in %, evaluated in BF16")
-    axes.spines[["top", "right"]].set_visible(False)
-    handles = [
-        axes.errorbar([], [], xerr=[], fmt="o", color=line, markerfacecolor=marker, capsize=3)
-        for line, marker, _ in STYLES.values()
+
+
+def pooled_differences(study: Study) -> dict[str, list[LossDifference]]:
+    """Return the differences in held-out and training loss of the rounds in both files."""
+    rounds = {}
+    for name in (study.more_seeds, study.file):
+        content = json.loads((LOSSES / name).read_text("utf-8"))
+        for run in content["runs"]:
+            if run["part"] == "rounds" and run["seed"] in content["seeds"]:
+                rounds[run["precision"], run["seed"]] = run
+    differences = {}
+    for precision in study.precisions:
+        seeds = [seed for name, seed in rounds if name == precision]
+        differences[precision] = [
+            LossDifference(
+                {seed: rounds[precision, seed][key] - rounds["bf16", seed][key] for seed in seeds},
+                statistics.fmean(rounds["bf16", seed][key] for seed in seeds),
+            )
+            for key in ("held_out_loss", "loss_at_end")
+        ]
+    return differences
+
+
+def sequential_cost(difference: LossDifference, error: float) -> Cost:
+    """Return the cost with the intervals of `which`."""
+    halves = [difference.half_width(part) or math.inf for part in (error, 2 * error)]
+    return cost_of(difference, *halves, is_tested=True)
+
+
+def cost_of(difference: LossDifference, half: float, narrow: float, *, is_tested: bool) -> Cost:
+    """Return a difference in percent of BF16's loss, with its verdict."""
+    percent = 100 / difference.baseline
+    tolerance = MARGIN * difference.baseline
+    verdict = verdict_from(difference.mean, half, narrow, tolerance) if is_tested else ESTIMATE
+    return Cost(percent * difference.mean, percent * half, percent * narrow, verdict)
+
+
+def t_half_width(difference: LossDifference, error: float) -> float:
+    """Return the half-width of Student's t interval, which misses the mean with `error`."""
+    seeds = len(difference.by_seed)
+    return t_quantile(seeds - 1, error) * math.sqrt(difference.variance / seeds)
+
+
+@cache
+def t_quantile(freedom: int, error: float) -> float:
+    """Return the value that |t| with `freedom` degrees of freedom exceeds with `error`."""
+    values = np.linspace(0, 1000, 2_000_001)
+    density = (1 + values**2 / freedom) ** (-(freedom + 1) / 2)
+    areas = np.cumsum(density)
+    return float(np.interp((1 - error) * areas[-1], areas, values))
+
+
+def number(value: float | None) -> str:
+    """Return a number with two digits after the point, or "" for None."""
+    return f"{value:.2f}" if value else ""
+
+
+def answer_about(precision: str, answer: str, study: Study) -> str:
+    """Return the answer of `which` if it is about this precision, or ""."""
+    if f"Train in {precision}: " in answer:
+        return "use this"
+    if "Stay with bf16." in answer and precision == study.precisions[0]:
+        return "stay with bf16"
+    return ""
+
+
+def evidence_table(rows: Sequence[Row]) -> str:
+    """Return the table of docs/evidence.md."""
+    header = [
+        "model",
+        "dataset",
+        "tokens per parameter",
+        "precision",
+        "seeds",
+        "served in BF16",
+        "verdict",
+        "training loss",
+        "its verdict",
     ]
-    explanations = [f"{verdict}: {text}" for verdict, (_, _, text) in STYLES.items()]
+    cells = [
+        [
+            row.study.model,
+            row.study.data,
+            f"{row.tokens_per_parameter:.2g}",
+            LABELS[row.precision],
+            str(row.seeds),
+            f"{row.served} %".replace("-", "−"),
+            row.served.verdict,
+            f"{row.training} %".replace("-", "−"),
+            row.training.verdict,
+        ]
+        for row in rows
+    ]
+    return markdown(header, cells, names=4)
+
+
+def answers_file(rows: Sequence[Row]) -> str:
+    """Return the text of pretrain/run/answers.csv, which `which --on` reads."""
+    answers = [answer_of(row) for row in rows if row.precision in CANDIDATES]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(answers[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(answers)
+    return text.getvalue()
+
+
+def answer_of(row: Row) -> dict[str, Any]:
+    """Return the columns of answers.csv."""
+    return {
+        "model": row.study.model,
+        "parameters": row.parameters,
+        "experts": row.experts,
+        "card": row.card,
+        "precision": row.precision,
+        "tokens_per_parameter": f"{row.tokens_per_parameter:.2g}",
+        "seeds": row.seeds,
+        "loss_in_percent": row.served,
+        "verdict": row.served.verdict,
+        "speed": row.speed,
+        "gain": row.gain,
+        "gain_interval": row.gain_interval,
+        "answer": row.answer,
+        "file": row.study.file,
+    }
+
+
+def description(rows: Sequence[Row]) -> str:
+    """Return the figures of the picture, which are stored in its file."""
+    return "\n".join(f"{row.heading}: {row.precision} {row.served} {row.training}" for row in rows)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Return the picture: one panel with held-out losses, one with training losses."""
+    headings = list(dict.fromkeys(row.heading for row in rows))
+    lines = [
+        (heading, row)
+        for heading in headings
+        for row in [None, *(row for row in rows if row.heading == heading)]
+    ]
+    figure = Figure(figsize=(6, 0.23 * len(lines) + 2.2), dpi=200, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.set_title("held-out loss", fontsize=11)
+    right.set_title("training loss", fontsize=11)
+    for panel in (left, right):
+        panel.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
+        panel.axvline(0, color="#888888", linewidth=0.8)
+        panel.set_xlim(LOWEST, HIGHEST)
+        panel.tick_params(axis="y", length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.set_xticks([-0.5, 0, 0.5])
+        panel.set_xlabel("% above BF16")
+    for place, (heading, row) in enumerate(lines):
+        if row is None:
+            text = right.annotate(
+                heading,
+                (0.01, place + 0.1),
+                xycoords=("figure fraction", "data"),
+                va="center",
+                weight="bold",
+                annotation_clip=False,
+            )
+            text.set_in_layout(False)  # A heading covers both panels.
+        else:
+            draw_cost(left, place, row.served)
+            draw_cost(right, place, row.training)
+    labels = ["" if row is None else LABELS[row.precision] for _, row in lines]
+    left.set_yticks(range(len(lines)), labels)
+    left.set_ylim(len(lines) - 0.4, -0.6)  # the first row is at the top
+    handles = [left.plot([], [], "o-", color=color)[0] for color in COLORS.values()]
     figure.legend(
-        [*handles, margin],
-        [*explanations, f"margin of {100 * MARGIN:g} %: smaller differences count as equal"],
+        handles,
+        list(COLORS),
+        title=(
+            f"Grey: the margin of ± {100 * MARGIN:g} %.\n"
+            "Equivalent: the thick line lies within it, and the thin line includes zero.\n"
+            "Worse: the thin line lies above zero."
+        ),
         loc="outside lower center",
         ncols=2,
         frameon=False,
     )
-    figure.suptitle(
-        "Cost of each precision in loss: means over seeds with 95 % intervals", fontweight="bold"
-    )
     return figure
 
 
+def draw_cost(panel: Axes, place: float, cost: Cost) -> None:
+    """Draw the mean and both intervals, or the mean as a number if it is outside of the axes."""
+    color = COLORS[cost.verdict]
+    if cost.mean > HIGHEST:
+        panel.annotate(f"{cost.mean:+.1f} % ▸", (HIGHEST, place), ha="right", va="center")
+        return
+    panel.plot(cost.mean, place, "o", color=color, markersize=5)
+    for half, width in ((cost.half_width, 1.2), (cost.narrow, 3.5)):
+        panel.plot(
+            [cost.mean - half, cost.mean + half], [place, place], color=color, linewidth=width
+        )
+
+
 if __name__ == "__main__":
-    draw([*rows_of_the_page(), *rows_of_answers()]).savefig(DOCS / "evidence.png")
+    measured = measured_rows()
+    table = evidence_table(measured)
+    PAGE.write_text(with_tables(PAGE, "evidence", table), encoding="utf-8")
+    ANSWERS.write_text(answers_file(measured), encoding="utf-8")
+    draw(measured).savefig(PICTURE, metadata={"Description": description(measured)})

@@ -181,16 +181,32 @@ class LossDifference(Sample):
 
     def _verdict_after(self, seeds: int, variance: float, margin: float, error: float) -> str:
         """Return the verdict for the same mean after `seeds` seeds with the given variance."""
-        equivalence_half = half_width(seeds, variance, 2 * error)
-        zero_half = half_width(seeds, variance, error)
-        if equivalence_half is None or zero_half is None:
-            return CANNOT_TELL
-        distance = abs(self.mean)
-        tolerance = margin * abs(self.baseline)
-        direction = WORSE if self.mean > 0 else BETTER
-        includes_zero = distance <= zero_half
-        if distance + equivalence_half < tolerance:
-            return EQUIVALENT if includes_zero else direction + WITHIN_MARGIN
-        if distance - zero_half > tolerance:
-            return direction + BEYOND_MARGIN
-        return CANNOT_TELL if includes_zero else direction
+        return verdict_from(
+            self.mean,
+            half_width(seeds, variance, error),
+            half_width(seeds, variance, 2 * error),
+            margin * abs(self.baseline),
+        )
+
+
+def verdict_from(
+    mean: float, zero_half: float | None, equivalence_half: float | None, tolerance: float
+) -> str:
+    """Return the verdict of `LossDifference.verdict` for a mean and its two intervals.
+
+    Args:
+        mean: Mean difference.
+        zero_half: Half-width of the zero interval, or None if it is unbounded.
+        equivalence_half: Half-width of the equivalence interval, or None if it is unbounded.
+        tolerance: Largest difference that counts as equivalent.
+    """
+    if equivalence_half is None or zero_half is None:
+        return CANNOT_TELL
+    distance = abs(mean)
+    direction = WORSE if mean > 0 else BETTER
+    includes_zero = distance <= zero_half
+    if distance + equivalence_half < tolerance:
+        return EQUIVALENT if includes_zero else direction + WITHIN_MARGIN
+    if distance - zero_half > tolerance:
+        return direction + BEYOND_MARGIN
+    return CANNOT_TELL if includes_zero else direction

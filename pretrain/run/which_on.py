@@ -6,14 +6,14 @@ The command trains nothing, and needs neither a GPU nor packs. It prints
 * the table of the command `plan`, with the predicted speed of each precision on the card, and
 * the predicted time of `which` itself, with the precisions that are worth a run.
 
-answers.csv has the recorded answers and costs, with one row for each precision that was compared
-with BF16:
+`make docs` writes answers.csv. It has the recorded answers and costs, with one row for each
+precision that was compared with BF16:
 
 * model, parameters, experts: the trained model. `experts` is 0 for a dense model.
 * card: the card that trained. If it lacks the precision, the precision was emulated.
 * precision: the candidate, as `which` names it.
 * loss_in_percent: held-out loss above BF16, in percent of BF16's loss, as a mean over seeds with
-  its 95 % interval (paired t). `verdict` is that of the result file, with a margin of 0.3 %.
+  the interval of docs/evidence.md. `verdict` is about the same interval and a margin of 0.3 %.
 * speed, gain (at equal loss), gain_interval: in rows of `which`, relative to BF16. Empty if not
   known.
 * answer: the answer of `which`, in the row of the precision that the answer is about.

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import re
 
-from docs import evidence_picture, gpus_page, recipe_schema, recipes_page, settings_page
+import pytest
+from PIL import Image
+
+from benchmarks.machine import with_tables
+from docs import evidence_page, gpus_page, recipe_schema, recipes_page, settings_page
+from pretrain.run.which_on import ANSWERS
 from pretrain.settings.config import flatten, load_recipe, resolved
 from tests.conftest import ROOT
 
@@ -19,6 +24,22 @@ def test_make_docs_changes_nothing() -> None:
     assert recipes == recipes_page.page()
     assert gpus == gpus_page.page()
     assert json.loads(schema) == recipe_schema.recipe_schema()
+
+
+def test_table_and_picture_of_the_evidence_and_recorded_answers_are_those_of_the_files() -> None:
+    rows = evidence_page.measured_rows()
+    page = evidence_page.PAGE
+    table = with_tables(page, "evidence", evidence_page.evidence_table(rows))
+    assert page.read_text(encoding="utf-8") == table
+    assert ANSWERS.read_text(encoding="utf-8") == evidence_page.answers_file(rows)
+    with Image.open(evidence_page.PICTURE) as picture:
+        assert picture.info["Description"] == evidence_page.description(rows)
+
+
+def test_quantiles_of_the_intervals_of_the_evidence_are_those_of_student_s_t() -> None:
+    # Tables of Student's t: 2 and 4 degrees of freedom at 95 and 99 %.
+    for freedom, error, quantile in ((2, 0.05, 4.303), (2, 0.01, 9.925), (4, 0.01, 4.604)):
+        assert evidence_page.t_quantile(freedom, error) == pytest.approx(quantile, rel=1e-3)
 
 
 def test_every_key_of_a_recipe_has_a_line_with_a_meaning() -> None:
@@ -43,15 +64,3 @@ def test_the_page_of_settings_shows_keys_with_defaults_or_types() -> None:
         "| `fp8_config.margin` = `0` (delayed) | Number",
     ):
         assert f"\n{start}" in page
-
-
-def test_the_picture_of_the_evidence_has_every_row_of_the_table() -> None:
-    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"(?m)^\| above BF16 \|.*\n\|[-:| ]*\n((?:\|.*\n)*)", page)
-    rows = evidence_picture.rows_of_the_page()
-    assert [row.label for row in rows] == [
-        line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()
-    ]
-    larger = evidence_picture.rows_of_answers()
-    assert [row.label for row in larger].count("FP8, delayed scaling") == 2
-    assert evidence_picture.draw([*rows, *larger]).axes

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,8 @@ from benchmarks.machine import with_tables
 from benchmarks.planner_rows import read_rows
 from benchmarks.readers import table
 from benchmarks.step_traces import lost
+from docs.evidence_page import measured_rows
 from pretrain.__main__ import main
-from pretrain.compare.differences import (
-    EQUIVALENT,
-    MOST_ESTIMATED_SEEDS,
-    LossDifference,
-    error_of,
-)
-from pretrain.compare.verdicts import USE, Verdict
-from pretrain.compare.which_answer import interval_within
-from pretrain.compare.which_plan import WhichPlan
 from pretrain.metrics.cards import card_of
 from pretrain.plan.speed import step_seconds
 from tests.conftest import ROOT
@@ -80,11 +71,12 @@ def test_the_speeds_of_a_row_are_in_the_files_that_it_links_to(page: str):
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     rows = [row for row in text.splitlines() if row.startswith("|") and ".json)" in row]
     sizes = {"1,024", "2,048", "4,096", "8,192", "32,768", "131,072", "262,144", "524,288"}
+    published = {f"{row.speed:,.0f}" for row in read_rows("published")}
     compared = 0
     for row in rows:
         files = re.findall(r"results/(\S+\.json)\)", row)
         contents = [json.loads((RESULTS / name).read_text("utf-8")) for name in files]
-        recorded = {f"{number:,.0f}" for number in numbers(contents)}
+        recorded = published | {f"{number:,.0f}" for number in numbers(contents)}
         speeds = set(re.findall(r"\d+(?:,\d{3})+", row)) - sizes
         assert speeds <= recorded, row
         compared += len(speeds)
@@ -98,31 +90,23 @@ def test_the_table_of_serving_is_that_of_its_file() -> None:
     assert text == with_tables(page, "readers", table(rows)), "python -m benchmarks.readers"
 
 
-def test_readmes_losses_are_those_of_the_evidence():
-    evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    small, blackwell = readmes_answers()[4:6]
-    for row in ("MXFP8, emulated", "NVFP4, its last layer in BF16, emulated"):
-        (cell,) = re.findall(rf"(?m)^\| {row} \| 14 million .*? \| \+([\d.]+ ± [\d.]+) %", evidence)
-        middle, half = map(float, cell.split(" ± "))
-        ends = f"{max(0, middle - half):.1f} to {middle + half:.1f} %".replace("0.0 to", "0 to")
-        assert f"about {middle:.1f} % higher ({ends})" in blackwell[3], blackwell[3]
-    assert small[3] == "FP8: no measurable difference"
-
-
-def test_speeds_of_the_readme_are_those_of_the_result_files():
-    rows = readmes_answers()
-    billion = []
+def test_figures_of_the_readmes_table_are_those_of_the_result_files():
+    table = readmes_table()
     for gpu in ("h100", "h200"):
-        file = RESULTS / f"speed/{gpu}_throughput.json"
-        billion.append(gains_of_fp8(json.loads(file.read_text(encoding="utf-8"))))
-        assert rows[1][2] == f"{billion[-1][0]:.1f} times"
-    file = RESULTS / "speed/h100_qwen2_5.json"
-    shapes = json.loads(file.read_text(encoding="utf-8"))["shapes"]
-    largest = gains_of_fp8(shapes["Qwen2.5-7B"])
-    assert rows[0][2] == f"{largest[1]:.1f} times"
-    answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
-    assert rows[4][1:3] == ["BF16", "FP8: 1.0 times"]
-    assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
+        gain, _ = gains_of_fp8(read_speeds(f"{gpu}_throughput"))
+        assert table["H100 or H200, 1.7 billion"][1] == f"{gain:.1f} times"
+    _, gain = gains_of_fp8(read_speeds("h100_qwen2_5")["shapes"]["Qwen2.5-7B"])
+    assert table["H100, 7.6 billion parameters"][1] == f"{gain:.1f} times"
+    compared = 0
+    for row in measured_rows():
+        cells = table.get(f"{row.card}, {row.study.model}")
+        tokens = f"{row.tokens_per_parameter:.1g}"
+        if row.precision == "delayed" and cells and cells[3] == tokens:
+            speed = f"{float(row.speed):.1f} times" if row.speed else "not measured"
+            losses = f"{row.served} %, {row.training} %".replace("-", "−")
+            assert cells[1:3] == [speed, losses]
+            compared += 1
+    assert compared == 4
 
 
 def test_speeds_of_other_trainers_are_those_of_the_result_files():
@@ -133,7 +117,7 @@ def test_speeds_of_other_trainers_are_those_of_the_result_files():
         if "tokens_per_second" in row
     }
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("## Speed")[2].partition("## ")[0]
+    table = re.sub(r" \([12, ]+\)", "", text.partition("## Speed")[2].partition("## ")[0])
     fp8 = f"{speeds['ours FP8']}; the LM head too: {speeds['ours FP8 with the head']}"
     assert f"| this launcher, with FlashAttention-4 | {speeds['ours BF16']} | {fp8} |" in table
     for label, name in (
@@ -180,9 +164,13 @@ def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
         for name, line in re.findall(r"(?m)^\| ([\w ]+) \([\d.]+\) (.*)$", page)
     }
     others = ["RTX 4090", "RTX 5090", "RTX PRO 6000 Server", "L40S"]
-    predicted = (gains["B200"], [gain for name in others for gain in gains[name]])
-    for row, known in zip(readmes_answers()[6:8], predicted, strict=True):
-        assert row[2] == f"{min(known):.2f} to {max(known):.2f} times, predicted"
+    blackwell = readmes_table()["B200, 0.6 to 1.7 billion"][1]
+    without_ours = readmes_table()["RTX 4090, RTX 5090, RTX PRO 6000, L40S"][1]
+    for cell, known in (
+        (blackwell, gains["B200"]),
+        (without_ours, [gain for name in others for gain in gains[name]]),
+    ):
+        assert cell.startswith(f"{min(known):.1f} to {max(known):.1f} times, ")
     assert gains["A100"] == []
 
 
@@ -305,136 +293,6 @@ def test_a_published_card_is_complete_and_unchanged(path: Path):
     assert {"ways", "losses", "bits", "left_out", "code"} <= gpu_card.read(path).keys()
 
 
-def test_the_table_of_gpt2_is_that_of_its_result_file():
-    content = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs/developers/experiments.md").read_text(encoding="utf-8")
-    error = WhichPlan(**content["verdict"]["protocol"]).error
-    for name, label in (
-        ("delayed", "FP8 delayed"),
-        ("delayed+head", "FP8 delayed, head in FP8"),
-        ("block", "FP8 block"),
-    ):
-        recorded = content["differences"][name]
-        speedups = recorded["speedup_by_seed"]
-        cells = [label, str(len(speedups)), f"{statistics.mean(speedups):.2f} ×"]
-        verdict = verdict_of(content, name)
-        for difference in (verdict.held_out, verdict.trained):
-            scale = 100 / difference.baseline
-            half = scale * difference.half_width(error)
-            cells.append(f"+{scale * difference.mean:.3f} ± {half:.3f} %")
-        cells.insert(4, f"± {recorded['served_in_bf16']['half_width_95']:.3f} %")
-        assert f"| {' | '.join(cells)} |" in page
-
-
-def verdict_of(content: dict[str, Any], name: str) -> Verdict:
-    """Return the verdict of a candidate in a result file that has a copy of verdict.json."""
-    fields = dict(content["verdict"]["candidates"][name])
-    del fields["gain_at_equal_loss"]
-    fields["held_out"] = fields.pop("served")
-    for key in ("held_out", "trained"):
-        by_seed = {int(seed): value for seed, value in fields[key]["by_seed"].items()}
-        fields[key] = LossDifference(by_seed, fields[key]["baseline"])
-    return Verdict(**fields)
-
-
-def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
-    content = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))
-    plan = WhichPlan(**content["verdict"]["protocol"])
-    delayed = verdict_of(content, "delayed")
-    word = delayed.held_out.verdict(plan.margin, plan.error)
-    assert (word, delayed.advice) == (EQUIVALENT, USE)
-    interval = interval_within(plan, delayed)
-    answer = content["verdict"]["answer"].replace(EQUIVALENT, EQUIVALENT + interval)
-    page = (ROOT / "docs/developers/experiments.md").read_text(encoding="utf-8")
-    for name, advice in (("delayed+head", "more than 200"), ("block", "25")):
-        held_out = verdict_of(content, name).held_out
-        seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
-        assert str(seeds or f"more than {MOST_ESTIMATED_SEEDS}") == advice
-        line = f"{name}: cannot tell, {advice} seeds would be enough with a probability of 80 %, "
-        answer = re.sub(f"(?m)^{re.escape(name)}: .*", f"{line}but at most 20 are trained.", answer)
-    assert answer.rpartition("\n")[0] in page
-    paired = content["differences"]["delayed"]["served_in_bf16"]
-    ends = [paired["mean"] - paired["half_width_95"], paired["mean"] + paired["half_width_95"]]
-    cost = f"{ends[0]:.2f} to {ends[1]:.2f} %"
-    margin = f"below the margin of {100 * plan.margin:g} %"
-    assert readmes_answers()[2][2:] == ["1.2 times", f"{cost} higher, {margin}"]
-    for name in ("docs/evidence.md", "recipes/gpt2_fineweb_edu.yaml"):
-        assert cost in (ROOT / name).read_text(encoding="utf-8"), name
-
-
-def test_qwen3_0_6b_has_the_speed_and_loss_of_all_rounds():
-    page = (ROOT / "docs/developers/experiments.md").read_text(encoding="utf-8")
-    evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    for name, label, seeds, t, word in (
-        # t of 8 and of 6 degrees of freedom.
-        ("delayed", "FP8 delayed", 9, 2.306, EQUIVALENT),
-        ("delayed+head", "FP8 delayed, head in FP8", 7, 2.447, "cannot tell"),
-    ):
-        served = []
-        for card, suffix in (("h100", ""), ("h200", ", H200")):
-            file = RESULTS / f"loss/{card}_which_qwen3_0_6b.json"
-            content = json.loads(file.read_text(encoding="utf-8"))
-            rounds = {
-                (run["precision"], run["seed"]): run
-                for run in content["runs"]
-                if run["part"] == "rounds"
-            }
-            pairs = [
-                (rounds["bf16", seed], rounds[name, seed])
-                for seed in content["seeds"]
-                if (name, seed) in rounds
-            ]
-            speedup = statistics.mean(
-                run["tokens_per_second"] / base["tokens_per_second"] for base, run in pairs
-            )
-            cells = [f"{label}{suffix}", f"{speedup:.2f} ×"]
-            for key in ("held_out_loss", "loss_at_end"):
-                costs = [100 * (run[key] / base[key] - 1) for base, run in pairs]
-                cells.append(", ".join(f"{cost:+.2f} %".replace("-", "−") for cost in costs))
-            assert f"| {' | '.join(cells)} |" in page
-            served += [run["held_out_loss"] / base["held_out_loss"] - 1 for base, run in pairs]
-        assert len(served) == seeds
-        half_width = t * statistics.stdev(served) / math.sqrt(seeds)
-        cost = f"{100 * statistics.mean(served):.2f} ± {100 * half_width:.2f} %"
-        assert cost in " ".join(page.split())
-        if name == "delayed":
-            assert cost in " ".join(evidence.split())
-            middle = 100 * statistics.mean(served)
-            ends = (middle - 100 * half_width, middle + 100 * half_width)
-            assert readmes_answers()[3][2:] == [
-                f"{speedup:.1f} times",
-                f"{ends[0]:.2f} to {ends[1]:.2f} % higher, below the margin of 0.3 %".replace(
-                    "-", "−"
-                ),
-            ]
-        difference = difference_of(served)
-        half_width = difference.half_width(error_of(2))
-        assert f"± {100 * half_width:.2f} %" in page
-        assert difference.verdict(0.003, error_of(2)) == word
-
-
-def test_the_recommendation_of_fp8_for_qwen3_0_6b_is_that_of_which():
-    file = RESULTS / "loss/h200_which_qwen3_0_6b.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    plan = WhichPlan(**content["verdict"]["protocol"])
-    delayed = verdict_of(content, "delayed")
-    assert len(delayed.held_out.by_seed) == 6
-    word = delayed.held_out.verdict(plan.margin, plan.error)
-    assert (word, delayed.advice) == (EQUIVALENT, USE)
-    low, high = delayed.gain_interval
-    gain = f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f})"
-    page = (ROOT / "docs/developers/experiments.md").read_text(encoding="utf-8")
-    assert (
-        f"delayed: {word}{interval_within(plan, delayed)}, {USE}.\nTrain in delayed: {gain}" in page
-    )
-    assert gain in " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
-
-
-def difference_of(relative: list[float]) -> LossDifference:
-    """Return differences relative to the baseline's loss, one for each seed."""
-    return LossDifference(dict(enumerate(relative)), 1.0)
-
-
 def gains_of_fp8(result: dict[str, Any]) -> list[float]:
     """Return the speed of FP8, and of FP8 with the head in FP8, divided by BF16's speed."""
     bf16, delayed, head = (
@@ -444,11 +302,9 @@ def gains_of_fp8(result: dict[str, Any]) -> list[float]:
     return [delayed / bf16, head / bf16]
 
 
-def readmes_answers() -> list[list[str]]:
-    """Return the cells of the README's table of precisions, row by row."""
+def readmes_table() -> dict[str, list[str]]:
+    """Map the first cell of each row of the README's table of precisions to its other cells."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text.partition("## Which precision")[2].partition("\n\n|")[2].partition("\n\n")[0]
-    _, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
-    ]
-    return rows
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows}

@@ -51,22 +51,6 @@ def test_costs_under_muon_are_those_of_their_result_files(key: str):
         assert f"{means}, a difference of {difference} %" in text
 
 
-def test_costs_under_muon_in_the_readme_are_those_of_the_result_files():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    means = {
-        (size, precision): statistics.mean(
-            100 * (loss / base - 1)
-            for loss, base in losses_of_muon(size, "muon", precision, "held_out_loss")
-        )
-        for size in SIZES
-        for precision in ("delayed", "block", "nvfp4")
-    }
-    assert {f"{means[size, fp8]:.1f}" for size in SIZES for fp8 in ("delayed", "block")} == {"0.1"}
-    small, large = (f"{means[size, 'nvfp4']:.1f}" for size in SIZES)
-    cell = f"FP8: about 0.1 % higher; emulated NVFP4: {small} and {large} % higher"
-    assert f"with [Muon](docs/muon.md) | BF16 | not measured | {cell} |" in text
-
-
 def test_nats_that_nvfp4_costs_under_muon_are_those_of_the_result_files():
     text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
     cells, differences = [], []

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
-import math
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,32 +16,14 @@ from accelerate.state import AcceleratorState
 
 from pretrain.__main__ import main
 from pretrain.compare.which_plan import Rounds, WhichPlan
-from pretrain.metrics.cards import card_of
-from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.run.which_on import ANSWERS, Answer, is_worth_a_run, nearest_answers
 from pretrain.settings import commands
-from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 
-LOSSES = ROOT / "benchmarks/results/loss"
 GPT2 = ROOT / "recipes/gpt2_fineweb_edu.yaml"
 GPT2_PARAMETERS = 124_475_904
-# Quantiles of Student's t for intervals of 95 %, by the number of values.
-T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 9: 2.306, 13: 2.179}
-# Cells of the evidence, and their names in the table of docs/evidence.md.
-CELLS = {
-    "delayed": ("delayed_branch", "FP8, delayed scaling"),
-    "delayed+head": ("delayed_head_branch", "FP8, delayed scaling, the head in FP8 too"),
-    "current": ("current_branch", "FP8, current scaling"),
-    "block": ("block_branch", "FP8, blocks"),
-    "mxfp8": ("mxfp8_branch", "MXFP8, emulated"),
-    "nvfp4": ("nvfp4_kept_branch", "NVFP4, its last layer in BF16, emulated"),
-    "mxfp4": ("mxfp4_branch", "MXFP4, emulated"),
-}
 with ANSWERS.open(encoding="utf-8", newline="") as answers_file:
     ROWS: list[Answer] = list(csv.DictReader(answers_file))
-DENSE = [row for row in ROWS if row["experts"] == "0"]
 
 RunWhich = Callable[..., tuple[int, str, str]]
 
@@ -210,106 +188,6 @@ def test_the_output_in_the_docs_has_the_form_of_the_output(which_on: RunWhich) -
 
 
 # ── Recorded answers ──────────────────────────────────────────────────────────────────────────────
-
-
-def in_evidence(row: Answer) -> dict[str, Any]:
-    """Return the values of a row that is in the table of docs/evidence.md."""
-    lines = (LOSSES / row["file"]).read_text(encoding="utf-8").splitlines()
-    parts = [json.loads(line) for line in lines]
-    header = next(part for part in parts if "parameters" in part)
-    cell, label = CELLS[row["precision"]]
-    runs = [part for part in parts if part.get("cell") in ("bf16", cell)]
-    losses = {
-        (run["cell"], run["session"], run["seed"]): run["final"]["held_out_loss"] for run in runs
-    }
-    by_seed = defaultdict(list)
-    for name, session, seed in losses:
-        if name == cell:
-            by_seed[seed].append(losses[name, session, seed] - losses["bf16", session, seed])
-    baseline = statistics.mean(
-        losses["bf16", session, seed] for name, session, seed in losses if name == cell
-    )
-    size = f"{header['parameters'] / 1e6:.0f} million" + ", new data" * ("once" in row["file"])
-    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    (line,) = re.findall(rf"(?m)^\| {re.escape(label)} \| {size} \|.*", page)
-    cells = [text.strip() for text in line.split("|")]
-    assert (row["seeds"], row["tokens_per_parameter"]) == (cells[4], cells[3])
-    return {
-        "losses": [100 * statistics.mean(nats) / baseline for nats in by_seed.values()],
-        "verdict": cells[6],
-        "parameters": header["parameters"],
-        "tokens": header["tokens"],
-        "gpu": header["gpus"][0],
-    }
-
-
-def answered(row: Answer) -> dict[str, Any]:
-    """Return the values of a row that `which` has answered."""
-    name, _, part = row["file"].partition("#")
-    content = json.loads((LOSSES / name).read_text(encoding="utf-8"))
-    content = content[part] if part else content
-    verdicts = content.get("verdict", content)
-    candidate = verdicts["candidates"][row["precision"]]
-    served = candidate["served"]
-    values = candidate | {
-        "losses": [100 * value / served["baseline"] for value in served["by_seed"].values()]
-    }
-    if "differences" in content:
-        differences = content["differences"][row["precision"]]
-        values["losses"] = differences["served_in_bf16"]["percent_by_seed"]
-        values["speedup"] = statistics.mean(differences["speedup_by_seed"])
-    if "all_seeds" in content:
-        # The seeds of two files.
-        values["losses"] = content["all_seeds"][row["precision"]]["percent"]
-    command = shlex.split(content["command"].partition(" (")[0])
-    options = commands.read("which", command[4:])
-    # The file says that this recipe sets another seed than its base.
-    bases = {Path("work/seeds_5.yaml"): "benchmarks/evidence/which_qwen3_0_6b.yaml"}
-    recipe = load_recipe(ROOT / bases.get(options.recipe, options.recipe), options.overrides)
-    return values | {
-        "verdict": content.get("all_seeds", {}).get(row["precision"], {}).get("verdict")
-        or candidate["word"],
-        "parameters": ModelFlops.of(build_on_meta(load_config(recipe.model))).parameters,
-        "tokens": options.steps * recipe.batch.tokens,
-        "gpu": content["environment"]["gpus"][0],
-        "answer": verdicts["answer"],
-    }
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['file']}, {row['precision']}")
-def test_a_recorded_answer_is_that_of_its_result_file(row: Answer) -> None:
-    values = in_evidence(row) if row["file"].endswith(".jsonl") else answered(row)
-    losses: list[float] = values["losses"]
-    half_width = T_95[len(losses)] * statistics.stdev(losses) / math.sqrt(len(losses))
-    assert row["loss_in_percent"] == f"{statistics.mean(losses):+.2f} ± {half_width:.2f}"
-    assert (row["seeds"], row["verdict"]) == (str(len(losses)), values["verdict"])
-    assert int(row["parameters"]) == values["parameters"]
-    tokens = values["tokens"] / values["parameters"]
-    assert float(row["tokens_per_parameter"]) == pytest.approx(tokens, rel=0.05)
-    assert row["card"] == card_of(values["gpu"]).name
-    for key, recorded in (("speed", "speedup"), ("gain", "gain_at_equal_loss")):
-        value = values.get(recorded)
-        assert row[key] == (f"{value:.2f}" if value else "")
-    interval = values.get("gain_interval")
-    assert row["gain_interval"] == ("{:.2f} to {:.2f}".format(*interval) if interval else "")
-    sentence = {
-        "": "",
-        "use this": f"Train in {row['precision']}: ",
-        "stay with bf16": "Stay with bf16.",
-        "cannot tell": f"{row['precision']}: cannot tell",
-    }[row["answer"]]
-    assert sentence in values.get("answer", "")
-
-
-def test_losses_of_recorded_answers_are_those_of_the_evidence() -> None:
-    """MXFP4 is 0.01 % lower there, because the page divides by another mean of BF16's losses."""
-    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8").replace("−", "-")
-    rows = [row for row in DENSE if row["file"].endswith(".jsonl") and row["precision"] != "mxfp4"]
-    assert len(rows) == 10
-    for row in rows:
-        _, label = CELLS[row["precision"]]
-        cells = rf"[^|]*\|[^|]*\| {row['seeds']} \| {re.escape(row['loss_in_percent'])} % \|"
-        assert re.search(rf"(?m)^\| {re.escape(label)} \|{cells} {row['verdict']} \|", page), row
 
 
 def test_each_answer_of_which_is_printed_once() -> None:
