@@ -69,13 +69,6 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
-# Settings that lower the memory of a run. The setting that saves the most comes first. This order
-# holds for a run without such settings.
-TAKES_LESS = (
-    "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
-    "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
-    "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
-)
 # A layer with low-precision products is compiled in several pieces. This
 # increases the memory of its activations by this factor, as measured.
 IN_PIECES = 1.15

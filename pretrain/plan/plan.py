@@ -24,7 +24,6 @@ from packing.order import Mixture
 from pretrain.metrics.flops import FLOPS_PER_WEIGHT, ModelFlops
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (
-    TAKES_LESS,
     Devices,
     LayerMemory,
     optimizer_state,
@@ -275,7 +274,7 @@ class Plan:
         # Map each warning to a value that is true if the warning applies.
         warnings = {
             f"a device needs about {units.memory(needed)}, which may not fit into its memory of "
-            f"{units.memory(available)}; to need less, set {TAKES_LESS}": needed > available,
+            f"{units.memory(available)}; {settings_that_fit(self)}": needed > available,
             "`weights: bf16` loses the smallest updates of the weights; set `weights: bf16_exact` "
             "to keep all of them": recipe.weights == "bf16",
             f"`log.gap: {recipe.log.gap}` measures nothing, because no step computes in low "
@@ -363,3 +362,63 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 def _fits(plan: Plan, packs: int) -> bool:
     """Return True if a microbatch of `packs` packs fits into the memory of a device."""
     return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory
+
+
+# ── Settings that fit ─────────────────────────────────────────────────────────────────────────────
+
+
+def settings_that_fit(plan: Plan, memory: float = math.inf) -> str:
+    """Return a clause with the fewest settings with which a run fits, or that no settings do.
+
+    The clause also has the largest `batch.microbatch` that fits, if it is smaller than the plan's.
+
+    memory: the bytes of memory that a device may use, if they are fewer than those of the plan.
+    """
+    most = min(memory, plan.devices.memory)
+    is_fp32 = plan.recipe.weights == "fp32" and plan.compute_dtype == torch.bfloat16
+    # Map settings that save memory, the least costly first, to a value that is true if the run can
+    # have them. The last three change the results of the run.
+    possible = {
+        "--config=zero": plan.devices.topology == "ddp",
+        "--config=fsdp2": plan.devices.topology in ("ddp", "zero"),
+        "model.gradient_checkpointing=full": True,
+        "optimizer.offload=state": plan.recipe.optimizer.name == "adamw",
+        "weights=bf16_exact": is_fp32,
+        "optimizer.moments=bf16": True,
+        "optimizer.gradients=bf16": True,
+    }
+    needed = [setting for setting, applies in possible.items() if applies]
+    if _with(plan, needed).takes(1) > most:
+        return "no settings make it fit"
+    for setting in reversed(needed):
+        fewer = [other for other in needed if other != setting]
+        if _with(plan, fewer).takes(1) <= most:
+            needed = fewer
+    smaller = _with(plan, needed)
+    sizes = [size for size in plan.microbatch_sizes if size < plan.expected_microbatch]
+    while sizes and smaller.takes(sizes[-1]) > most:
+        del sizes[-1]
+    if sizes and smaller.takes(plan.expected_microbatch) > most:
+        needed = [f"batch.microbatch={sizes[-1]}", *needed]
+    return f"it fits with `{' '.join(needed).replace('--config=', '--config ')}`"
+
+
+def _with(plan: Plan, settings: Sequence[str]) -> Plan:
+    """Return a copy of `plan` with settings of `settings_that_fit`, and without spent memory."""
+    plan = replace(plan, chunk=None, keeps_rotated=False)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, name = key.rpartition(".")
+        if key == "--config":
+            devices = replace(plan.devices, sharded=True, gathered=value == "zero")
+            plan = replace(plan, devices=devices)
+            continue
+        changed: object = value
+        if section:
+            changed = getattr(plan.recipe, section).model_copy(update={name: value})
+        recipe = plan.recipe.model_copy(update={section or name: changed})
+        layers = plan.layers
+        if section == "model":
+            layers = {name: [part.as_recomputed() for part in layers[name]] for name in layers}
+        plan = replace(plan, recipe=recipe, layers=layers)
+    return plan

@@ -52,7 +52,8 @@ def plan_on(
     }
     unsharded = replace(plan, devices=devices, layers=layers, attention=attention)
     fitted = spend_spare_memory(unsharded)
-    is_default = topology is None and fitted.takes(1) <= devices.memory
+    needed = fitted.takes(fitted.expected_microbatch)
+    is_default = topology is None and needed <= devices.memory
     if devices.count == 1 or topology == "ddp" or is_default:
         return fitted
     sharded = replace(unsharded, devices=replace(devices, sharded=True))

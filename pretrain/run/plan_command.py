@@ -17,7 +17,7 @@ from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.cards import card_called
 from pretrain.metrics.console import Console
-from pretrain.plan.plan import KEPT_FREE, Plan
+from pretrain.plan.plan import KEPT_FREE, Plan, settings_that_fit
 from pretrain.plan.rendering import (
     flops_line,
     horizon_lines,
@@ -173,6 +173,8 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         # The notes below the tables explain a prediction from the data sheet.
         is_explained = prediction.bar is not None and HERE not in prediction.basis
         basis = [] if is_explained else [prediction.basis]
+        if missing is None and not fits(plan):
+            basis = [f"does not fit; {settings_that_fit(plan)}"]
         for remark in [missing] if missing else [*plan.experts_in_bf16, *basis]:
             remarks[remark].append(label)
     columns = COLUMNS[:-1] if price is None else COLUMNS

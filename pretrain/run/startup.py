@@ -30,7 +30,7 @@ from pretrain.observe.observers import Observer, Observers, PeriodicFigures
 from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
-from pretrain.plan.memory import TAKES_LESS
+from pretrain.plan.plan import KEPT_FREE, settings_that_fit
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.evaluate import figures_of, held_out_sums
 from pretrain.run.job import Job
@@ -142,9 +142,11 @@ def choose_microbatch(
                 )
     smallest = min(fitting)
     if smallest == 0:
+        # One pack needs more than its estimate, or more than a trial may use.
+        most = (1 - KEPT_FREE) * min(plan.devices.memory, plan.takes(1))
         raise InputError(
-            "`batch.microbatch: auto`: not even 1 pack fits into memory; to reduce memory, choose "
-            f"one of: a shorter `data.length`, {TAKES_LESS}"
+            "`batch.microbatch: auto`: not even 1 pack fits into memory; by the plan, "
+            f"{settings_that_fit(plan, most)}; a shorter `data.length` needs less too"
         )
     return smallest
 
@@ -271,6 +273,14 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
 
 
 # ── Errors about full memory ──────────────────────────────────────────────────────────────────────
+
+# Settings that lower the memory of a run. The setting that saves the most comes first. This order
+# holds for a run without such settings.
+TAKES_LESS = (
+    "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
+    "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
+    "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

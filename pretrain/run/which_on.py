@@ -57,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
     recipe = which.checked_recipe(options)
     cards_in(options.on)
     # Import these modules here, because they import transformers, which takes seconds.
+    from pretrain.plan.plan import settings_that_fit
     from pretrain.plan.speed import predict
     from pretrain.plan.targets import obstacle
     from pretrain.run.plan_command import device_table, fits, plans_on
@@ -82,6 +83,13 @@ def main(options: argparse.Namespace) -> int:
         for name, plan in plans.items()
         if obstacle(plan) is None and fits(plan)
     }
+    names = options.precisions or list(dict.fromkeys(["bf16", *speeds]))
+    if unable := [name for name in names if name not in speeds]:
+        plan = plans.get(unable[0])
+        reason = "the recipe does not support this precision"
+        if plan is not None:
+            reason = obstacle(plan) or f"the recipe does not fit; {settings_that_fit(plan)}"
+        raise InputError(f"--on {options.on}: {unable[0]}: {reason}")
     print(time_of_which(options, recipe, speeds, answers))
     return 0
 
@@ -144,16 +152,12 @@ def time_of_which(
     """Return the predicted time of `which` on the card, and the options to set there.
 
     Unless --precisions is set, the candidates are those that are worth a run. The time limit,
-    --hours, is ignored. Raises InputError if the card cannot train one of --precisions, or BF16.
+    --hours, is ignored.
 
-    speeds: the predicted tokens per second in each precision that the card can train, or None.
+    speeds: the predicted tokens per second in each precision that the card can train, or None. They
+        include --precisions and BF16.
     """
     names = options.precisions or list(dict.fromkeys(["bf16", *speeds]))
-    if unable := [name for name in names if name not in speeds]:
-        raise InputError(
-            f"--on {options.on}: {unable[0]}: the card cannot train the recipe in this precision; "
-            "set other --precisions, or a smaller `batch.microbatch` if the memory is too small"
-        )
     base, *candidates = names
     speed = speeds[base]
     if not options.precisions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from pretrain.plan import targets
 from pretrain.plan.memory import Devices
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Plan, settings_that_fit
 from pretrain.plan.targets import devices_called, obstacle
 from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -82,6 +82,67 @@ def test_a_model_too_large_for_a_device_is_sharded(plan_on: Callable) -> None:
         alone, eight = (plan_on(f"{count} x NVIDIA H100 80GB HBM3", **changes) for count in (1, 8))
         assert (alone.devices.sharded, eight.devices.sharded) == (False, sharded)
         assert (alone.takes(1) > alone.devices.memory) == sharded
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8"])
+def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
+    precision: str, plan_on: Callable
+) -> None:
+    """FP32 weights of a copy take 28 GiB and more, and the activations of 12 packs 80 to 90."""
+    batch = {"tokens": 2**21, "microbatch": 12}
+    plan = plan_on("8xH100", precision, weights="fp32", batch=batch)
+    alone = plan_on("8xH100", precision, weights="fp32", batch=batch, topology="ddp")
+    assert alone.takes(1) <= alone.devices.memory < alone.takes(12)
+    assert plan.devices.sharded
+
+
+def with_settings(changes: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Return the sections of a recipe with key=value settings."""
+    changed = {"weights": "fp32", "train": {"tokens": 10**9}} | changes
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, name = key.rpartition(".")
+        if not section:
+            changed[name] = value
+            continue
+        before = {"model": {"source": "some/model"}, "batch": {"tokens": 2**17}}.get(section, {})
+        changed[section] = {**before, **changed.get(section, {}), name: value}
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "changes"),
+    [
+        ("RTX 5090", "bf16", {"batch": {"tokens": 2**17, "microbatch": 1}}),
+        ("RTX 4090", "delayed", {"batch": {"tokens": 2**17}}),
+        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 32}}),
+        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 1}, "log": {"gap": 5}}),
+        ("RTX A6000", "bf16", {"optimizer": {"name": "muon"}, "weights": "bf16"}),
+        ("8xB200", "mxfp8", {"batch": {"tokens": 2**21, "microbatch": 64}, "topology": "ddp"}),
+        ("4xRTX 3090", "bf16", {"topology": "ddp"}),
+        ("2xRTX 3090", "fp32", {"topology": "zero"}),
+    ],
+)
+@pytest.mark.parametrize("packs", [1, 8])
+def test_settings_that_fit_do_fit_and_none_of_them_can_be_left_out(
+    target: str, precision: str, changes: dict[str, Any], packs: int, plan_on: Callable
+) -> None:
+    changes = changes | {"data": {"packs": "p", "length": 4096 * packs}}
+    clause = settings_that_fit(plan_on(target, precision, **with_settings(changes, ())))
+    if clause == "no settings make it fit":
+        return
+    words = (
+        clause.removeprefix("it fits with `").removesuffix("`").replace("--config ", "topology=")
+    )
+
+    def fits(settings: Sequence[str]) -> bool:
+        plan = plan_on(target, precision, **with_settings(changes, settings))
+        return plan.takes(plan.expected_microbatch) <= plan.devices.memory
+
+    settings = words.split()
+    assert fits(settings)
+    for setting in settings:
+        assert not fits([other for other in settings if other != setting]), setting
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,13 @@ def test_a_mixture_is_compared_with_mixtures(which_on: RunWhich) -> None:
     [
         (("--on", "H101"), "--on H101"),
         (("--on", "8xH100"), "--on 8xH100: a run of `which` trains on one GPU"),
-        (("--on", "RTX 4090", "batch.microbatch=512"), "--on RTX 4090: bf16: the card cannot"),
+        (
+            ("--on", "RTX 4090", "batch.microbatch=512"),
+            "bf16: the recipe does not fit; it fits with `batch",
+        ),
         (("--on", "H100", "--seeds", "3"), "--seeds 3: a comparison of 4 precisions"),
         (("--on", "H100", "--steps", "79"), "--steps 80 or more"),
-        (("--on", "A100", "--precisions", "bf16,delayed"), "--on A100: delayed: the card cannot"),
+        (("--on", "A100", "--precisions", "bf16,delayed"), "--on A100: delayed: needs a GPU of"),
         (("--on", "H100", "--precisions", "bf16,fp8"), "unknown: fp8"),
         (("--on", "H100", "--served", "nvfp4"), "remove --served and --candidates, or --on"),
     ],
