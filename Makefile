@@ -62,13 +62,15 @@ lint: $(VENV)/.installed-dev
 # docs/settings.md lists every key, with the documentation in the settings classes. recipes/schema.json
 # has the same documentation for editors. docs/recipes.md lists the recipes, and docs/gpus.md the
 # GPUs with their precisions and predicted speeds. docs/evidence.md has a table and a picture of the
-# measured losses, and `which --on` reads the same losses from pretrain/run/answers.csv.
+# measured losses, docs/muon.md has one of losses under Muon, and `which --on` reads losses from
+# pretrain/run/answers.csv.
 docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
 	$(RUN) -m docs.recipe_schema > recipes/.schema.json && mv recipes/.schema.json recipes/schema.json
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 	$(RUN) -m docs.gpus_page > docs/.gpus.md && mv docs/.gpus.md docs/gpus.md
 	$(RUN) -m docs.evidence_page
+	$(RUN) -m docs.studies_page
 
 site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

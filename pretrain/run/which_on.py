@@ -117,6 +117,7 @@ def table_of_answers(answers: Mapping[str, Answer]) -> str:
         "precision": "precision",
         "model": "measured with",
         "card": "card",
+        "tokens_per_parameter": "tokens per parameter",
         "seeds": "seeds",
         "loss_in_percent": "loss in percent",
         "verdict": "verdict",

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.machine import with_tables
-from docs import evidence_page, gpus_page, recipe_schema, recipes_page, settings_page
+from docs import evidence_page, gpus_page, recipe_schema, recipes_page, settings_page, studies_page
 from pretrain.run.which_on import ANSWERS
 from pretrain.settings.config import flatten, load_recipe, resolved
 from tests.conftest import ROOT
@@ -26,7 +26,7 @@ def test_make_docs_changes_nothing() -> None:
     assert json.loads(schema) == recipe_schema.recipe_schema()
 
 
-def test_table_and_picture_of_the_evidence_and_recorded_answers_are_those_of_the_files() -> None:
+def test_figures_of_losses_are_those_of_the_result_files() -> None:
     rows = evidence_page.measured_rows()
     page = evidence_page.PAGE
     table = with_tables(page, "evidence", evidence_page.evidence_table(rows))
@@ -34,6 +34,8 @@ def test_table_and_picture_of_the_evidence_and_recorded_answers_are_those_of_the
     assert ANSWERS.read_text(encoding="utf-8") == evidence_page.answers_file(rows)
     with Image.open(evidence_page.PICTURE) as picture:
         assert picture.info["Description"] == evidence_page.description(rows)
+    for study_page, text in studies_page.pages().items():
+        assert study_page.read_text(encoding="utf-8") == text
 
 
 def test_quantiles_of_the_intervals_of_the_evidence_are_those_of_student_s_t() -> None:

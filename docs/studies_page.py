@@ -1,0 +1,174 @@
+"""Write the tables of losses under Muon and of served models into their pages: `make docs`.
+
+docs/muon.md and docs/evidence.md have the tables. Means are over five seeds, with Student's t
+intervals of 95 %.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import with_tables
+from docs.evidence_page import LOSSES, t_quantile
+from foundation.units import markdown
+
+DOCS = Path(__file__).parent
+MUON, SERVED = DOCS / "muon.md", DOCS / "evidence.md"
+SIZES = {"14m": "14 M", "35m": "35 M"}
+MUON_PRECISIONS = {
+    "delayed": "FP8, delayed scaling",
+    "block": "FP8, blocks",
+    "nvfp4": "NVFP4 in every linear",
+}
+MUON_LOSSES = {
+    "held_out_loss": "**held-out loss above BF16, in %**",
+    "training_loss": "**training loss of the last 100 steps above BF16, in %**",
+}
+# Rows of the table of served models: a label, and the name of the runs.
+LAST_PARTS = {
+    "decay over 5 %": "decay-0.05",
+    "decay over 50 %": "decay-0.5",
+    "decay as 1-sqrt": "decay-0.2-sqrt",
+    "decay to a tenth of the rate": "decay-0.2-to-tenth",
+    "mean of the last 4 checkpoints": "decay-0.2-mean-4",
+    "constant rate, mean of the last 8": "constant-mean-8",
+    "last 1 % in the served precision": "tail-0.01",
+    "last 2 %": "tail-0.02",
+    "last 5 %": "tail-0.05",
+    "last 5 %, decay to a tenth of the rate": "tail-0.05-to-tenth",
+    "all after the first fifth": "block",
+}
+
+Lines = list[dict[str, Any]]
+
+
+def read_lines(name: str) -> Lines:
+    """Return the objects of a result file with one object per line."""
+    text = (LOSSES / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def mean_of_five(values: Sequence[float]) -> str:
+    """Return the mean of the values of five seeds with its interval."""
+    assert len(values) == 5
+    half = t_quantile(4, 0.05) * statistics.stdev(values) / 5**0.5
+    return f"{statistics.mean(values):+.2f} ± {half:.2f}".replace("-", "−")
+
+
+def muon_table() -> str:
+    """Return the table of docs/muon.md."""
+    studies = {
+        size: [line for line in read_lines(f"h200_muon_{size}") if "run" in line] for size in SIZES
+    }
+    columns = [
+        f"{name}, {size}" if name else "Muon − AdamW"
+        for size in SIZES.values()
+        for name in ("AdamW", "Muon", "")
+    ]
+    levels = []
+    for size, lines in studies.items():
+        for optimizer in ("adamw", "muon"):
+            runs = runs_of(lines, size, optimizer, "bf16")
+            # The BF16 runs of two seeds were trained twice. The first ones count here.
+            first = {run["seed"]: run["held_out_loss"] for run in reversed(runs)}
+            levels.append(f"{statistics.mean(first.values()):.4f}")
+        levels.append("")
+    rows = [["BF16: held-out loss in nats", *levels]]
+    for key, heading in MUON_LOSSES.items():
+        rows.append([heading, *[""] * 6])
+        for precision, label in MUON_PRECISIONS.items():
+            cells = []
+            for size, lines in studies.items():
+                adamw, muon = (
+                    costs_in_percent(lines, size, optimizer, precision, key)
+                    for optimizer in ("adamw", "muon")
+                )
+                difference = [more - less for less, more in zip(adamw, muon, strict=True)]
+                cells += map(mean_of_five, (adamw, muon, difference))
+            rows.append([label, *cells])
+    return markdown(["", *columns], rows)
+
+
+def runs_of(lines: Lines, size: str, optimizer: str, precision: str) -> Lines:
+    """Return the runs of the study of Muon, without those of its search of learning rates."""
+    return [
+        line
+        for line in lines
+        if (line["matrix"], line["optimizer"], line["precision"])
+        == (f"muon_{size}", optimizer, precision)
+    ]
+
+
+def costs_in_percent(
+    lines: Lines, size: str, optimizer: str, precision: str, key: str
+) -> list[float]:
+    """Return the loss of each seed above that of the BF16 run of its session, in percent."""
+    base = {
+        (run["session"], run["seed"]): run[key] for run in runs_of(lines, size, optimizer, "bf16")
+    }
+    by_seed = {
+        run["seed"]: 100 * (run[key] / base[run["session"], run["seed"]] - 1)
+        for run in runs_of(lines, size, optimizer, precision)
+    }
+    return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def served_table() -> str:
+    """Return the table of docs/evidence.md about the last part of the training."""
+    studies = {size: read_lines(f"h200_served_decay_{size}") for size in SIZES}
+    small, large = studies["14m"], studies["35m"]
+    rows = [["BF16", "baseline", "", "baseline", "baseline", ""]]
+    for label, cell in LAST_PARTS.items():
+        rows.append(
+            [
+                label,
+                cost_of_served(small, "nvfp4", cell),
+                prediction(small, cell),
+                cost_of_served(small, "block", cell),
+                cost_of_served(large, "nvfp4", cell),
+                prediction(large, cell),
+            ]
+        )
+    header = ["last part", "NVFP4, 14 M", "predicted", "FP8, 14 M", "NVFP4, 35 M", "predicted"]
+    return markdown(header, rows)
+
+
+def prediction(lines: Lines, cell: str) -> str:
+    """Return the loss in percent that was predicted before the runs, or ""."""
+    predicted = lines[0]["predictions"]["nvfp4"].get(cell, "")
+    return f"{predicted:+}".replace("-", "−") if predicted else str(predicted)
+
+
+def cost_of_served(lines: Lines, served: str, cell: str) -> str:
+    """Return the served loss of a cell above that of the baseline in percent.
+
+    Return "" for a cell that was not trained for this served precision.
+    """
+    losses, baseline = (
+        [
+            line["served_loss"]
+            for line in lines[1:]
+            if line["run"].rpartition("-seed=")[0] == f"{served}-{name}"
+        ]
+        for name in (cell, "baseline")
+    )
+    if not losses:
+        return ""
+    return mean_of_five([100 * (a / b - 1) for a, b in zip(losses, baseline, strict=True)])
+
+
+def pages() -> dict[Path, str]:
+    """Map both pages to their text with current tables."""
+    return {
+        MUON: with_tables(MUON, "muon", muon_table()),
+        SERVED: with_tables(SERVED, "served", served_table()),
+    }
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
