@@ -382,18 +382,18 @@ def answers_file(rows: Sequence[Row]) -> str:
 def answer_of(row: Row) -> dict[str, Any]:
     """Return the columns of answers.csv."""
     return {
-        "model": row.study.model,
+        "measured with": row.study.model,
         "parameters": row.parameters,
         "experts": row.experts,
         "card": row.card,
         "precision": row.precision,
-        "tokens_per_parameter": f"{row.tokens_per_parameter:.2g}",
+        "tokens per parameter": f"{row.tokens_per_parameter:.2g}",
         "seeds": row.seeds,
-        "loss_in_percent": row.served,
+        "loss in percent": row.served,
         "verdict": row.served.verdict,
         "speed": row.speed,
-        "gain": row.gain,
-        "gain_interval": row.gain_interval,
+        "gain at equal loss": row.gain,
+        "its interval": row.gain_interval,
         "answer": row.answer,
         "file": row.study.file,
     }

@@ -9,13 +9,12 @@ The command trains nothing, and needs neither a GPU nor packs. It prints
 `make docs` writes answers.csv. It has the recorded answers and costs, with one row for each
 precision that was compared with BF16:
 
-* model, parameters, experts: the trained model. `experts` is 0 for a dense model.
+* measured with, parameters, experts: the trained model. `experts` is 0 for a dense model.
 * card: the card that trained. If it lacks the precision, the precision was emulated.
 * precision: the candidate, as `which` names it.
-* loss_in_percent: held-out loss above BF16, in percent of BF16's loss, as a mean over seeds with
+* loss in percent: held-out loss above BF16, in percent of BF16's loss, as a mean over seeds with
   the interval of docs/evidence.md. `verdict` is about the same interval and a margin of 0.3 %.
-* speed, gain (at equal loss), gain_interval: in rows of `which`, relative to BF16. Empty if not
-  known.
+* speed, gain at equal loss, its interval: in rows of `which`, relative to BF16. Empty if not known.
 * answer: the answer of `which`, in the row of the precision that the answer is about.
 * file: the result file in benchmarks/results/loss/.
 """
@@ -38,6 +37,20 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 ANSWERS = Path(__file__).with_name("answers.csv")
+# Columns of answers.csv that are printed.
+SHOWN = (
+    "precision",
+    "measured with",
+    "card",
+    "tokens per parameter",
+    "seeds",
+    "loss in percent",
+    "verdict",
+    "speed",
+    "gain at equal loss",
+    "its interval",
+    "answer",
+)
 # A row of answers.csv.
 Answer = Mapping[str, str]
 
@@ -113,21 +126,8 @@ def nearest_answers(parameters: int, *, of_mixtures: bool) -> dict[str, Answer]:
 
 def table_of_answers(answers: Mapping[str, Answer]) -> str:
     """Return a table of recorded answers, one for each precision."""
-    columns = {
-        "precision": "precision",
-        "model": "measured with",
-        "card": "card",
-        "tokens_per_parameter": "tokens per parameter",
-        "seeds": "seeds",
-        "loss_in_percent": "loss in percent",
-        "verdict": "verdict",
-        "speed": "speed",
-        "gain": "gain at equal loss",
-        "gain_interval": "its interval",
-        "answer": "answer",
-    }
-    rows = [[answer[column] or UNKNOWN for column in columns] for answer in answers.values()]
-    return markdown(list(columns.values()), rows, names=3)
+    rows = [[answer[column] or UNKNOWN for column in SHOWN] for answer in answers.values()]
+    return markdown(SHOWN, rows, names=3)
 
 
 def is_worth_a_run(base: float | None, speed: float | None, answer: Answer | None) -> bool:
@@ -140,7 +140,7 @@ def is_worth_a_run(base: float | None, speed: float | None, answer: Answer | Non
         return False
     if answer is None:
         return True
-    middle, half_width = map(float, answer["loss_in_percent"].split(" ± "))
+    middle, half_width = map(float, answer["loss in percent"].split(" ± "))
     return middle - half_width <= MARGIN_PERCENT
 
 

@@ -165,7 +165,7 @@ def test_the_time_of_a_small_model_is_not_known(
 def test_a_precision_is_worth_a_run_if_it_may_be_faster_at_equal_loss(
     speed: float | None, loss: str | None, expected: bool
 ) -> None:
-    answer = None if loss is None else {"loss_in_percent": loss}
+    answer = None if loss is None else {"loss in percent": loss}
     assert is_worth_a_run(1.0, speed, answer) == expected
 
 
@@ -201,12 +201,14 @@ def test_each_answer_of_which_is_printed_once() -> None:
 def test_the_nearest_answer_is_of_the_nearest_size_and_the_most_seeds() -> None:
     def nearest(parameters: int, precision: str) -> tuple[str, str]:
         row = nearest_answers(parameters, of_mixtures=False)[precision]
-        return row["model"], row["seeds"]
+        return row["measured with"], row["seeds"]
 
     assert nearest(GPT2_PARAMETERS, "delayed") == ("GPT-2 124M", "4")
     assert nearest(8_000_000_000, "delayed") == ("Qwen3-0.6B", "9")
     assert nearest(8_000_000_000, "block") == ("GPT-2 124M", "6")
     assert nearest(40_000_000, "delayed") == ("Qwen3 35M", "5")
     assert nearest(8_000_000_000, "nvfp4") == ("Qwen3 14M", "3")
-    models = {row["model"] for row in nearest_answers(8_000_000_000, of_mixtures=True).values()}
+    models = {
+        row["measured with"] for row in nearest_answers(8_000_000_000, of_mixtures=True).values()
+    }
     assert models == {"OLMoE 63M"}
