@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -26,7 +27,7 @@ from pydantic import (
     field_validator,
 )
 
-from foundation.errors import InputError, as_input_error
+from foundation.errors import InputError, as_input_error, shown
 from foundation.reading import parse_yaml
 from foundation.storage import address_of, is_address, path_for
 
@@ -60,10 +61,13 @@ class Settings(BaseModel):
         takes_numbers = int in parts or float in parts
         given = set(map(type, value if isinstance(value, (list, tuple)) else [value]))
         if takes_numbers != (bool in parts) and given & ({bool} if takes_numbers else {int, float}):
-            raise ValueError(
-                f"must {'not ' if takes_numbers else ''}be true or false (yes, no, on, off), but "
-                f"is {value}"
-            )
+            expected = "true or false (yes, no, on, off)"
+            if takes_numbers:
+                # A field may also have texts as values (Literal).
+                texts = [part for part in parts if isinstance(part, str)]
+                numbers = " or ".join(filter(None, [", ".join(texts), "a number"]))
+                expected = f"{numbers}, not {expected}"
+            raise ValueError(f"must be {expected}, but is {shown(value)}")
         return value
 
 
@@ -222,11 +226,33 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     if item["type"] not in ("missing", "value_error"):
         takes_no_list = isinstance(item["input"], list) and not item["type"].startswith("too_")
         help_text = getattr(cls, "LIST_HELP", "") if takes_no_list else ""
-        message += f", but is {item['input']!r:.200}{help_text}"
+        message += f", but is {shown(item['input'])}{help_text}{_number_meant(cls, keys, item)}"
     if item["type"] == "model_type":
         meant = closest_key(cls, keys[-1], keys[:-1])
         message += f"; {advice(meant)}" if meant not in (None, ".".join(keys)) else ""
     return ".".join(keys), message
+
+
+# Factors of the units with which people write numbers.
+_UNITS = {"%": 0.01, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def _number_meant(cls: type[BaseModel], keys: Sequence[str], item: Mapping[str, Any]) -> str:
+    """Return the end of a message about a number with a unit, or a share for a whole number.
+
+    It is the number that was probably meant, or the first line of the key's documentation. Return
+    "" for other mistakes. `keys` is the key, and `item` an element of `ValidationError.errors()`.
+    """
+    text = shown(item["input"]).strip("'")
+    number, unit = text[:-1], text[-1:].lower()
+    if item["type"] == "int_from_float" or (item["type"] == "int_parsing" and unit == "%"):
+        field = _section(cls, [*keys[:-1]]).model_fields.get(keys[-1])
+        return f" ({field.description.splitlines()[0]})" if field and field.description else ""
+    if item["type"] in ("int_parsing", "float_parsing") and unit in _UNITS:
+        with suppress(ValueError):
+            meant = f"{float(number) * _UNITS[unit]:g}"
+            return f"; write {meant.replace('e+0', 'e').replace('e+', 'e')}"
+    return ""
 
 
 def advice(match: str) -> str:
@@ -348,6 +374,6 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise InputError(
                 f"command line: `{key}` cannot be set, because `{part}` is not a section but "
-                f"{values!r:.200}"
+                f"{shown(values)}"
             )
     values[name] = value

@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
-from foundation.errors import InputError, as_input_error, one_line
+from foundation.errors import InputError, as_input_error, one_line, shown
 from foundation.reading import load_object
 from packing.encoding import encode_texts
 from packing.settings import DataSettings, SourceSettings
@@ -616,7 +616,7 @@ def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:
     items = _from_json(value) or []
     objects: list[Any] = [_from_json(item) for item in items] if isinstance(items, list) else [None]
     if not all(isinstance(item, dict) for item in objects):
-        raise ValueError(f"column `{column}` is not a list of {form}, but {value!r:.100}")
+        raise ValueError(f"column `{column}` is not a list of {form}, but {shown(value)}")
     return objects
 
 
@@ -633,7 +633,7 @@ def _joined(column: str, content: Any) -> str:
     ]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(
-            f"column `{column}` has a message whose content is not a text, but {wrong[0]!r:.100}; "
+            f"column `{column}` has a message whose content is not a text, but {shown(wrong[0])}; "
             "write the content as a text, or remove the message"
         )
     return "".join(texts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from foundation.settings import (
     TemplateText,
     copied_path,
     parse,
+    set_value,
     value_from_text,
 )
 
@@ -42,6 +44,12 @@ class Example(Settings):
     steps: Count | None = None
     recompute: Literal["none", "full"] | Recompute = "none"
     switch: bool | Recompute = False
+    length: Literal["auto", "full"] | Count = "auto"
+    warmup: Count = 0
+    """Number of warmup steps.
+
+    More text.
+    """
     name: str | None = None
     names: tuple[str, ...] = ()
     folder: FilePath = Path("packs")
@@ -60,13 +68,22 @@ class Example(Settings):
             {"switch": {"layers": 1, "layer": 1}},
             ["`switch.layer`: unknown key; layers are out of scope"],
         ),
-        ({"rate": True}, ["`rate`: must not be true or false (yes, no, on, off), but is True"]),
-        ({"bound": False}, ["`bound`: must not be true or false (yes, no, on, off), but is False"]),
+        (
+            {"rate": True},
+            ["`rate`: must be a number, not true or false (yes, no"],
+        ),
+        (
+            {"bound": False},
+            ["`bound`: must be a number, not true or false (yes, no"],
+        ),
         (
             {"shares": [0.1, True]},
-            ["`shares`: must not be true or false (yes, no, on, off), but is [0.1, True]"],
+            ["not true or false (yes, no, on, off), but is [0.1, True]"],
         ),
-        ({"steps": False}, ["`steps`: must not be true or false (yes, no, on, off), but is False"]),
+        (
+            {"steps": False},
+            ["`steps`: must be a number, not true or false (yes, no"],
+        ),
         ({"switch": 1}, ["`switch`: must be true or false (yes, no, on, off), but is 1"]),
         ({"name": False}, ["`name`: Input should be a text in quotes, but is False"]),
         ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
@@ -74,6 +91,13 @@ class Example(Settings):
             {"recompute": 5},
             ["must be a section (its keys: layers), but is 5; did you mean `recompute.layers`?"],
         ),
+        ({"length": True}, ["must be auto, full or a number, not true or false"]),
+        ({"steps": "1B"}, ["but is '1B'; write 1e9"]),
+        ({"steps": "1.5k"}, ["but is '1.5k'; write 1500"]),
+        ({"rate": "2%"}, ["but is '2%'; write 0.02"]),
+        ({"rate": "high%"}, ["but is 'high%'"]),
+        ({"warmup": 0.1}, ["but is 0.1 (Number of warmup steps.)"]),
+        ({"warmup": "10%"}, ["but is '10%' (Number of warmup steps.)"]),
         ({"rate": [1, 2]}, ["`rate`: Input should be a valid number, but is [1, 2]; use a matrix"]),
         ({"shares": [0.5, [1]]}, ["but is [1]; use a matrix"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
@@ -83,7 +107,7 @@ class Example(Settings):
         ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
         (
             {"deepspeed": 1},
-            ["names, rate, recompute, shares, source, steps, switch, template; see docs/keys.md"],
+            ["shares, source, steps, switch, template, warmup; see docs/keys.md"],
         ),
         ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
     ],
@@ -94,6 +118,19 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         parse(Example, values, "file")
     for line, part in zip(str(error.value).splitlines(), named, strict=True):
         assert line.startswith("file: ") and part in line
+
+
+def test_deep_wide_and_long_values_have_a_short_message() -> None:
+    # Lists that are nested deeper than the recursion limit, and a list with 9^9 texts.
+    deep: list = reduce(lambda inner, _: [inner], range(5000), [])
+    wide: list = reduce(lambda inner, _: [inner] * 9, range(9), ["x"])
+    for value in (deep, wide, "y" * 10**6, [True, wide]):
+        for key in ("rate", "recompute", "names.0", "shares"):
+            values: dict[str, Any] = {}
+            set_value(values, key, value)
+            with pytest.raises(InputError, match="but is") as error:
+                parse(Example, values, "file")
+            assert max(map(len, str(error.value).splitlines())) < 1000
 
 
 def test_a_setting_of_both_kinds_takes_numbers_and_switches() -> None:
