@@ -19,11 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
 from demo.corpus import standard_library, write_corpus
 from foundation.errors import InputError
+from foundation.signals import handling
 from foundation.units import duration
 from packing.pack_maker import usable_cores
 from pretrain.settings.config import load_recipe, run_dir_of
@@ -169,23 +171,30 @@ def idle_cores() -> int:
 def run(command: list[str]) -> None:
     """Print and run `command`, with one thread per idle core.
 
-    Raises CalledProcessError for an exit code other than 0. Ctrl-C reaches every process of the
-    terminal at once: the command saves its state and ends, then KeyboardInterrupt is raised.
+    Raises CalledProcessError for an exit code other than 0. After a signal, the command saves its
+    state and ends. Then KeyboardInterrupt is raised for Ctrl-C, and SystemExit for other signals.
     """
     print(f"$ {shlex.join(command)}", flush=True)
-    interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # Ctrl-C reaches every process of the terminal at once.
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
     # Set the number of threads. The default of accelerate is the number of physical cores, which
     # many virtual machines cannot report.
     environment = dict(os.environ)
     if "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(idle_cores())
-    try:
-        code = subprocess.Popen(command, env=environment).wait()
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if interrupts:
+    process = subprocess.Popen(command, env=environment)
+    with handling(pass_on):
+        code = process.wait()
+    if signal.SIGINT in received:
         raise KeyboardInterrupt
+    if received:
+        raise SystemExit(128 + received[0])
     if code:
         # Popen returns the negative number of the signal that ended the process, such as -9.
         # Convert it as a shell does, to 137.

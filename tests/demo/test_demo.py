@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,14 @@ def test_run_raises_the_exit_code_and_waits_after_ctrl_c(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 2)", str(tmp_path / "saved")])
     assert (tmp_path / "saved").exists()
+
+
+def test_a_signal_to_the_demo_ends_its_command(tmp_path: Path):
+    code = "import os, time; os.kill(os.getppid(), {}); time.sleep(60)"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with pytest.raises(SystemExit) as end:
+            run([sys.executable, "-c", code.format(int(number))])
+        assert end.value.code == 128 + number
 
 
 def test_commands_get_a_thread_for_each_idle_core_or_the_users_number(tmp_path: Path, monkeypatch):
