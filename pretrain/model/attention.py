@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -648,8 +649,11 @@ def _flash() -> ModuleType:
     # Load Transformer Engine before FlashAttention-4. If Transformer Engine were loaded afterwards,
     # it would load parts of another cuDNN and fail.
     transformer_engine.missing()
-    from flash_attn.cute import interface
-
+    with warnings.catch_warnings(action="ignore"):
+        from flash_attn.cute import interface
+    # While FlashAttention-4 compiles a kernel, its compiler warns of deprecated functions that
+    # FlashAttention-4 calls, hundreds of times.
+    warnings.filterwarnings("ignore", module=r"(cutlass|flash_attn\.cute)(\.|$)")
     return interface
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
+import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +219,21 @@ def test_each_document_has_the_attention_of_this_document_alone(
 
 def test_auto_takes_packed_documents_on_a_cpu() -> None:
     assert attention.choose("auto", "cpu", 64, torch.bfloat16, 300.0).name == "packed_documents"
+
+
+def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "interface", None, raising=False)
+    monkeypatch.setattr(transformer_engine, "missing", lambda: None)
+    modules = ("cutlass.cute.core", "flash_attn.cute.flash_fwd", "cutlasses", "train_accelerate")
+    with warnings.catch_warnings(record=True, action="always") as shown:
+        attention._flash.__wrapped__()
+        for module in modules:
+            warnings.warn_explicit(module, DeprecationWarning, "file.py", 1, module=module)
+    assert [str(warning.message) for warning in shown] == ["cutlasses", "train_accelerate"]
 
 
 @pytest.fixture
