@@ -361,7 +361,8 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
         if highest >= vocab_size:
             raise InputError(
                 f"{packs.path}: pack {index} contains the token id {highest}, but the model has "
-                f"only {vocab_size} ids; prepare the packs with the model's own tokenizer "
-                "(`data.tokenizer`)"
+                f"only {vocab_size} ids (`model.config.vocab_size`); either set that to at least "
+                f"{highest + 1} for a model from scratch, or prepare the packs with the model's "
+                "own tokenizer (`data.tokenizer`)"
             )
     return pack

@@ -96,13 +96,17 @@ class Layout:
         shape = (math.ceil(rows / block_rows), math.ceil(columns / block_columns))
         if self.scale_dtype == torch.float8_e8m0fnu:
             scales = scales.view(self.scale_dtype)
+        if not scales.is_floating_point():
+            raise ValueError(
+                f"{linear}: {self.parts[1]} has the dtype {scales.dtype}; expected are factors in "
+                f"{self.scale_dtype} by `quantization_config`"
+            )
         factors = scales.float() / (divisor[0].max() if divisor else 1)
         largest = E2M1.maximum if self.is_packed else E4M3.maximum
         # A scale of the weight has one element, and any number of dimensions. The weights of models
         # are far below 448, the largest FP8 code. NaN is in no interval.
         if (
             not (scales.shape == shape or scales.numel() == math.prod(shape) == 1)
-            or not scales.is_floating_point()
             or any(tensor.numel() != 1 for tensor in divisor)
             or not ((factors >= 0) & (factors * largest <= E4M3.maximum)).all()
         ):

@@ -196,6 +196,17 @@ def test_another_encoding_is_refused_with_a_remedy(
         texts_of(tmp_path / f"x.{suffix}")
 
 
+@pytest.mark.parametrize("zeros", [1, 3, 4096])
+def test_zeros_after_a_crash_are_named(zeros: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + bytes(zeros))
+    with pytest.raises(InputError, match=r"x\.jsonl:2: is filled with zeros.*; remove the zeros"):
+        texts_of(path)
+    path.write_bytes(b'{"text": "o' + bytes(max(zeros, 4)) + b'"}\n')
+    with pytest.raises(InputError, match="is filled with zeros"):
+        texts_of(path)
+
+
 def test_an_unsupported_kind_of_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_text("text\na\n")
     for source in (tmp_path / "x.xlsx", tmp_path):

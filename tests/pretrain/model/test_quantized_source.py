@@ -439,8 +439,11 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         with_value("model.layers.0.mlp.up_proj.weight_scale_inv", lambda scale: scale.T),
         r"mlp\.up_proj: weight_scale_inv has the shape \[1, 2\].*the shape \[2, 1\]",
     ),
-    "integer scales": (with_value(SCALE, lambda scale: scale.long()), r"in torch\.int64"),
-    "bytes": (with_value(SCALE, lambda scale: torch.full_like(scale, 0).byte()), r"uint8"),
+    "integer scales": (with_value(SCALE, lambda scale: scale.long()), r"dtype torch\.int64"),
+    "bytes": (
+        with_value(SCALE, lambda scale: torch.full_like(scale, 0).byte()),
+        r"dtype torch\.uint8",
+    ),
     "reciprocals": (with_value(SCALE, torch.reciprocal), rf"{LINEAR}: .* factors from 0 to 1"),
     "negative": (with_value(SCALE, torch.neg), rf"{LINEAR}: .* factors from 0 to 1"),
     "not finite": (with_value(SCALE, lambda scale: scale * torch.nan), r"factors from nan"),
