@@ -55,6 +55,7 @@ from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_scope, decide
 from pretrain.precision.selection import make_engines, missing_on, select_precision
 from pretrain.precision.settings import (
+    AMBIGUOUS_FP8,
     PRECISIONS,
     LowPrecisionSettings,
     is_quantized,
@@ -93,7 +94,7 @@ Batch = Mapping[str, Any] | Callable[[], Tensor]
 # ── Low-precision linear layers ───────────────────────────────────────────────────────────────────
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Conversion:
     """The precision of a model that :func:`convert` has converted.
 
@@ -115,7 +116,7 @@ class Conversion:
         """Load the result of :meth:`state_dict` of the same model in the same precision."""
         self.context.go_back([state[name] for name in self._engine.state()])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
         count = len(self.decisions) - len(kept)
         first = f"{count} linear layers in {self._engine.precision.name}, {self._engine.describe()}"
@@ -173,7 +174,10 @@ def convert(
     name = precision.removesuffix("+head")
     quantized = [name for name in PRECISIONS if is_quantized(name)]
     if name not in quantized:
-        raise InputError(f"convert: {name!r} is none of the precisions {', '.join(quantized)}")
+        meant = f"; {AMBIGUOUS_FP8}" if name == "fp8" else ""
+        raise InputError(
+            f"convert: {name!r} is none of the precisions {', '.join(quantized)}{meant}"
+        )
     scope = "linear" if name == precision else "linear+head"
     defaults = {"on_unsupported": "emulate", "scope": scope}
     settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")

@@ -30,6 +30,7 @@ from foundation.settings import (
 from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.fairness import in_words
 from pretrain.launch.environment import with_precision
+from pretrain.launch.launcher import load_configuration
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -293,7 +294,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         settings: Content of the matrix file.
         overrides: key=value arguments. They override the recipe and `settings.overrides`.
     """
-    accelerate = load_yaml(settings.accelerate)
+    accelerate = load_configuration(settings.accelerate)
     processes = _processes_of(settings, accelerate)
     if settings.gpus and settings.gpus < (processes or 1):
         raise InputError(

@@ -227,9 +227,11 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     for key, default in _UNSUPPORTED.items():
         value = values.pop(key, default)
         if value != default:
+            keeping = ""
+            if key == "override_linear_precision":
+                keeping = " (to keep layers in BF16, set `keep_bf16_layers`)"
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` is not supported; remove this key (to "
-                "keep layers in BF16, set `keep_bf16_layers`)"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` is not supported; remove this key{keeping}"
             )
     for switch, switched_on in ACCELERATE_SWITCHES.items():
         if str(values.pop(switch, False)).lower() not in _TRUE:

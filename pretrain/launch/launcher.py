@@ -138,7 +138,7 @@ def find_configuration(name: str) -> Path:
     """Return the path of an Accelerate configuration, which is readable YAML.
 
     `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
-    InputError if there is no such file, or if its machines would not find each other.
+    InputError if there is no such file, or if `load_configuration` refuses it.
     """
     shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
     path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
@@ -147,13 +147,28 @@ def find_configuration(name: str) -> Path:
             f"--config {name}: there is no such file; name a path, or one of these configurations: "
             + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
         )
+    load_configuration(path)
+    return path
+
+
+def load_configuration(path: Path) -> dict[str, Any]:
+    """Return the content of an Accelerate configuration.
+
+    Raises InputError if DeepSpeed or Megatron-LM would train, or if its machines would not find
+    each other.
+    """
     settings = load_yaml(path)
+    if settings.get("distributed_type") in ("DEEPSPEED", "MEGATRON_LM"):
+        raise InputError(
+            f"{path}: `distributed_type: {settings['distributed_type']}` is not supported; to "
+            "shard the model, choose the configuration zero or fsdp2 in accelerate_configs/"
+        )
     if settings.get("num_machines") not in (None, 0, 1) and settings.get("main_process_port") == 0:
         raise InputError(
             f"{path}: `main_process_port: 0` is another free port on each machine, so the machines "
             "would not find each other; set the same port in the file of every machine"
         )
-    return path
+    return settings
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,14 @@ BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
 
+# Message about the name fp8, which could mean any of three precisions.
+AMBIGUOUS_FP8 = "fp8 is delayed, current or block; set one of these precisions"
+
+
 def _refuse_fp8(name: Any) -> Any:
     """Return `name`. Raise ValueError if it is fp8, which could mean any of three precisions."""
     if name == "fp8":
-        raise ValueError("fp8 is delayed, current or block; set one of these precisions")
+        raise ValueError(AMBIGUOUS_FP8)
     return name
 
 

@@ -17,6 +17,7 @@ from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
 from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
 from pretrain.precision.settings import PRECISIONS
+from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 
 # ── train, plan and doctor ────────────────────────────────────────────────────────────────────────
@@ -42,10 +43,10 @@ def check_checkpoint(requested: str) -> None:
 
 def check_plan(options: argparse.Namespace) -> None:
     """Check the recipe and the names of the devices."""
-    on = {cards_in(text)[1].name for text in options.on}
+    on = {cards_in(text)[1].name for text in options.on or USUAL}
     for name, _ in options.price:
         card = card_called(name, f"--price {name}").name
-        if on and card not in on:
+        if card not in on:
             raise InputError(f"--price: no plan on {card} is requested; add --on {card!r}")
     load_recipe(options.recipe, options.overrides)
 

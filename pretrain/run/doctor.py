@@ -25,6 +25,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from foundation.errors import InputError
 from foundation.gpus import link_between_gpus
+from foundation.progress import say
 from foundation.units import TERA, UNKNOWN, markdown, percent
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import Launch, find_configuration
@@ -76,7 +77,8 @@ def main(options: argparse.Namespace) -> int:
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     print(
-        f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}"
+        f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}",
+        flush=True,
     )
     if gpu:
         report_rates()
@@ -93,6 +95,7 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
         for group in groups:
+            say(f"training {STEPS} steps in {', '.join(group)}")
             recipes = {
                 name: {
                     **recipe,

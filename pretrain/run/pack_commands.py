@@ -122,7 +122,12 @@ def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, print the text of a pack of each."""
     path = options.path
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
-        path = load_data([str(path)]).packs
+        path = load_data([str(path), *options.overrides]).packs
+    elif options.overrides:
+        raise InputError(
+            f"command line: {options.overrides[0]}: settings override a recipe, and {path} is no "
+            "recipe; remove the settings, or name a recipe"
+        )
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
         if options.index is not None:

@@ -666,13 +666,19 @@ FOLLOW = Command(
 
 
 INSPECT = Command(
-    CommandParser,
+    PacksParser,
     "pretrain.run.pack_commands:inspect_command",
     """Show the counts, lengths and text of packs.
 
     The packs may be of this project (Arrow), MDS shards or token .bin files.
     """,
     option("path", type=Path, help="folder or file of packs, or RECIPE.yaml"),
+    option(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the data section of RECIPE.yaml",
+    ),
     option("--index", type=int, help="also print the text of this training pack of each source"),
     option(
         "--tokenizer",

@@ -56,6 +56,10 @@ def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsy
     assert re.search(r"  cut documents +9\n", printed.err)
     assert main(["prepare", str(recipe), "data.packing=best_fit", f"data.packs={tmp_path}/b"]) == 0
     assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
+    assert main(["inspect", str(recipe), f"data.packs={tmp_path}/b"]) == 0
+    assert f"{tmp_path}/b: ArrowPacks of 128 tokens" in capsys.readouterr().out
+    assert main(["inspect", f"{tmp_path}/b", "data.length=64"]) == 2
+    assert "settings override a recipe" in capsys.readouterr().err
 
 
 def test_a_missing_second_source_is_refused_before_packing(

@@ -273,12 +273,14 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
     (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
     ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
+    (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
     (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
         str(tmp_path / "two.yaml"): "`main_process_port: 0` is another free port on each machine",
+        str(tmp_path / "deepspeed.yaml"): "is not supported; to shard the model, choose",
         str(tmp_path / "yes.yaml"): "yes.yaml: accelerate does not accept this configuration",
     }.items():
         assert main(["train", recipe, "--config", config]) == 2
