@@ -132,7 +132,7 @@ STUDIES = (
         more_seeds="h100_which_qwen3_0_6b.json",
     ),
     Study("OLMoE 63M", "code", "which.json#mixture", ("delayed", "current", "block")),
-    Study("OLMoE 63M", "code", "which.json#mixture_with_mxfp8", ("mxfp8",)),
+    Study("OLMoE 63M", "other code", "which.json#mixture_with_mxfp8", ("mxfp8",)),
 )
 
 
