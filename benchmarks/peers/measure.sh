@@ -5,8 +5,8 @@
 #   bash benchmarks/peers/measure.sh PEERS FILE.json [OPTIONS OF benchmarks.peers]
 #
 # The packages come without their dependencies, because torch and most others are those of .venv.
-# Megatron-Core's wheel has no training script, so three files of the same version are fetched from
-# its repository, unless they are in PEERS/Megatron-Core already. PYTHON is the interpreter.
+# Megatron-Core's wheel has no training script, so three files of its branch core_r0.19.0 are fetched
+# from its repository, unless they are in PEERS/Megatron-Core already. PYTHON is the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 peers=$1
@@ -21,7 +21,7 @@ done
 for script in pretrain_gpt.py gpt_builders.py model_provider.py; do
     [ -e "$peers/Megatron-Core/$script" ] && continue
     curl --fail --silent --show-error --output "$peers/Megatron-Core/$script" \
-        "https://raw.githubusercontent.com/NVIDIA/Megatron-LM/core_v0.19.2/$script" ||
+        "https://raw.githubusercontent.com/NVIDIA/Megatron-LM/f8837c04ef6cbef6cdefb8de001aad63178aebbf/$script" ||
         echo "$script: not fetched; Megatron-Core's rows will be missing"
 done
 exec "$python" -m benchmarks.peers --packages "$peers" --out "$out" "${@:3}"
