@@ -53,7 +53,7 @@ UNKNOWN = {
         "DeepSpeed is not supported; to shard the model, use `--config zero` or `--config fsdp2`"
     ),
     "train my.yaml --eval_tasks hellaswag": (
-        "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`"
+        "to score a trained model in tasks, use `lm_eval` (docs/serving.md)"
     ),
 }
 

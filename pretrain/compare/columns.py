@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent, signed
@@ -16,7 +15,6 @@ from pretrain.metrics.run_record import (
     LOSS_KEY,
     RunRecord,
     as_text,
-    kind,
 )
 
 
@@ -219,27 +217,3 @@ def _setting_column(key: str) -> Column:
         as_text,
         is_text=True,
     )
-
-
-# Settings of an evaluation in tasks: "run", and keys of the event `tasks` in metrics.jsonl.
-_SCORED = ("run", "step", "precision", "num_fewshot", "limit", "length")
-
-
-def scores_of(compared_runs: Sequence[ComparedRun]) -> tuple[list[Column], list[dict[str, str]]]:
-    """Return the columns and the rows of the table of scores. A row has the scores in a task.
-
-    If a task was computed again with the same options, its newest scores are shown. The rows are
-    empty if no run has scores.
-    """
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for compared in compared_runs:
-        for record in compared.run.metrics:
-            if kind(record) == "tasks":
-                values = {**record, "run": compared.label}
-                settings = {key: as_text(values[key]) for key in _SCORED}
-                for task, scores in record["scores"].items():
-                    text = "   ".join(f"{metric} {score:.4f}" for metric, score in scores.items())
-                    rows[*settings.values(), task] = settings | {"task": task, "scores": text}
-    titles = (*_SCORED, "task", "scores")
-    columns = [Column(title, "", itemgetter(title), is_text=True) for title in titles]
-    return columns, list(rows.values())

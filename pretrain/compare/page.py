@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foundation.errors import InputError, require_package
-from pretrain.compare.columns import figures_of, scores_of
+from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
@@ -121,7 +121,6 @@ def render(
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
-        scores=scores_of(compared_runs),
         curves=curves_figure(compared_runs)
         .update_layout(template="plotly_white")
         .to_html(full_html=False, include_plotlyjs=False, div_id="curves"),

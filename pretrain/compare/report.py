@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.columns import figures_of, scores_of, table_of
+from pretrain.compare.columns import figures_of, table_of
 from pretrain.compare.comparison import ComparedRun, compare, notes_on
 from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
@@ -71,9 +71,6 @@ class Report:
                 _bullets([*meanings, *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
-        columns, rows = scores_of(self.compared_runs)
-        if rows:
-            parts.append(table_of(columns, rows))
         parts.append(_bullets(notes_on(self.compared_runs)))
         return list(filter(None, parts))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from foundation.errors import InputError, require_package
+from foundation.errors import InputError
 from foundation.reading import load_object
 from packing.store import all_parts, find_splits
 from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
@@ -64,7 +64,7 @@ def check_precisions(options: argparse.Namespace, *further: str) -> None:
 
 
 def check_evaluate(options: argparse.Namespace) -> None:
-    """Check the recipe, the checkpoint of --resume, the precisions, and the options of --tasks."""
+    """Check the recipe, the checkpoint of --resume, and the precisions."""
     path, overrides, _ = arguments_of_evaluate(options)
     load_recipe(path, overrides)
     check_precisions(options, "all")
@@ -85,19 +85,10 @@ def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str],
             "checkpoint of the run"
         )
     datasets = [argument for argument in options.overrides if "=" not in argument]
-    if len(datasets) + bool(options.tasks) > 1:
+    if len(datasets) > 1:
         raise InputError(
-            f"command line: {' '.join(datasets)}: evaluate one file, one folder of files or "
-            "--tasks at a time"
+            f"command line: {' '.join(datasets)}: evaluate one file or one folder of files at a time"
         )
-    task_options = (options.num_fewshot, options.limit, options.include_path)
-    if not options.tasks and any(option is not None for option in task_options):
-        raise InputError(
-            "command line: --num_fewshot, --limit and --include_path need --tasks; either add it, "
-            "or remove them"
-        )
-    if options.tasks:
-        require_package("lm_eval", "tasks", "--tasks")
     overrides = [f"run_dir={options.recipe}"] if is_run else []
     overrides += [argument for argument in options.overrides if "=" in argument]
     return path, overrides, datasets

@@ -2,7 +2,7 @@
 
 The command evaluates on the held-out packs of the run, or on documents that the command line names.
 These documents are packed with the settings of the run's dataset, in a temporary folder that is
-deleted afterwards. With --tasks, it prints scores in tasks instead.
+deleted afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, [*skipped, *notices], options, stack)
+        _evaluate(job, accelerator, [*skipped, *notices], options.resume)
         end_processes(accelerator)
     return 0
 
@@ -162,53 +162,42 @@ def _evaluate(
     job: Job,
     accelerator: Accelerator,
     notices: Iterable[str],
-    options: argparse.Namespace,
-    stack: ExitStack,
+    checkpoint: str,
 ) -> None:
-    """Print the held-out loss, or scores in tasks, in each precision of the recipe.
+    """Print the held-out loss in each precision of the recipe.
 
-    If one of them is quantized, also print the loss or the scores in BF16.
+    If one of them is quantized, also print the loss in BF16.
 
     All ranks must call this function.
 
-    options: the command line. `resume` is the path of a checkpoint, or "auto". The checkpoint may
-        belong to any recipe with the same model. With "auto", the newest checkpoint of the run
-        folder is evaluated. If the run folder has no checkpoint, the weights of the model's source
-        are evaluated.
-    stack: releases the lock of the run folder at its end. The folder is locked to log scores.
+    checkpoint: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
+        the same model. With "auto", the newest checkpoint of the run folder is evaluated. If the
+        run folder has no checkpoint, the weights of the model's source are evaluated.
 
-    Raises InputError if no packs are held out, if a task cannot be computed, or if the run has
-    neither a checkpoint nor weights from a source.
+    Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
+    from a source.
     """
     console = open_console(job, accelerator, notices)
-    if not options.tasks and job.data.held_out is None:
+    if job.data.held_out is None:
         raise InputError(
             "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "
             "`data.validation`"
         )
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_checkpoint(checkpoints, options.resume, branch_checkpoint(job.recipe))
+    source = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
             f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
             "set `model.source`"
         )
-    print_figures: Callable[..., None] = _print_loss
-    if options.tasks:
-        from pretrain.run.tasks import TaskScores
-
-        step = source.step if source and checkpoints.owns(source.path) else None
-        print_figures = TaskScores(options, job, accelerator, step, stack)
-        if step is None:
-            console.notice("the scores are not logged: the weights are no checkpoint of this run")
     assembly = assemble(job, accelerator)
     weights = f"{job.recipe.model.weights_source}, untrained by this run"
     if source is not None:
         weights = str(source.path)
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    console.notice(f"{'scores' if options.tasks else 'held-out loss'} of {weights}")
-    print_in = partial(print_figures, job, assembly, accelerator, console)
+    console.notice(f"held-out loss of {weights}")
+    print_in = partial(_print_loss, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():
         if in_model.engine is None:

@@ -223,14 +223,13 @@ PLAN = Command(
 EVALUATE = Command(
     SettingsParser,
     "pretrain.run.evaluate_command:main",
-    """Compute the held-out loss of a checkpoint, its loss on a text file, or its scores in tasks.
+    """Compute the held-out loss of a checkpoint, or its loss on a text file.
 
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
-        python -m pretrain evaluate RUN --tasks arc_easy,hellaswag
 
     If the run has no checkpoint, evaluate the model that the run would start from. The command
-    writes nothing into the run folder, except for scores. To evaluate on GPUs, start the command
-    with accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
+    writes nothing into the run folder. To evaluate on GPUs, start the command with
+    accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
     """,
     *RECIPE,
     option(
@@ -247,34 +246,6 @@ EVALUATE = Command(
         help="evaluate in these precisions and in BF16; `all` selects all quantized precisions "
         "that support `data.length`; the precisions that the device does not support are emulated; "
         "default: the precisions of the recipe",
-    ),
-    option(
-        "--tasks",
-        type=lambda text: text.split(","),
-        metavar="A,B",
-        help="compute scores in these tasks of EleutherAI's lm-evaluation-harness instead of a "
-        "loss, and append them to the run's metrics.jsonl; `lm_eval ls tasks` lists all tasks",
-    ),
-    option(
-        "--num_fewshot",
-        "--num-fewshot",
-        type=int,
-        metavar="N",
-        help="number of solved examples before each document; default: the task's own number",
-    ),
-    option(
-        "--limit",
-        type=count,
-        metavar="N",
-        help="use only the first N documents of each task, for a quick look",
-    ),
-    option(
-        "--include_path",
-        "--include-path",
-        type=Path,
-        metavar="FOLDER",
-        help="folder with the YAML files of your own tasks; Python functions that these files name "
-        "are executed",
     ),
     check="pretrain.run.command_checks:check_evaluate",
 )

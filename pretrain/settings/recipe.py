@@ -510,7 +510,7 @@ _OTHER_NAMES = {
         "dpo orpo kto ppo grpo rlhf reward_model ref_model"
     ),
     "to evaluate a checkpoint, use `python -m pretrain evaluate`": "eval_only",
-    "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`": (
+    "to score a trained model in tasks, use `lm_eval` (docs/serving.md)": (
         "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
     ),
     "a chat is always trained on its answers alone": (

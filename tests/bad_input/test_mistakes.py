@@ -232,7 +232,7 @@ COMMANDS = {
     "train recipes/smoke.yaml data.source=null data.packs=nowhere": "nowhere: no such file",
     "evaluate recipes/smoke.yaml --resume nowhere": "nowhere/manifest.json",
     "evaluate recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
-    "evaluate recipes/smoke.yaml --limit 2": "need --tasks",
+    "evaluate recipes/smoke.yaml --tasks arc_easy": "use `lm_eval` (docs/serving.md)",
     "evaluate recipes/smoke.yaml --precisions fp7": "--precisions: fp7: unknown",
     "doctor --precisions fp7": "--precisions: fp7: unknown",
     "export nowhere --best": "nowhere",
