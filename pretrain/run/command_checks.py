@@ -87,7 +87,7 @@ def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str],
     datasets = [argument for argument in options.overrides if "=" not in argument]
     if len(datasets) > 1:
         raise InputError(
-            f"command line: {' '.join(datasets)}: evaluate one file or one folder of files at a time"
+            f"command line: {' '.join(datasets)}: evaluate one file or folder of files at a time"
         )
     overrides = [f"run_dir={options.recipe}"] if is_run else []
     overrides += [argument for argument in options.overrides if "=" in argument]
