@@ -377,3 +377,17 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
                 f"{shown(values)}"
             )
     values[name] = value
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys: {"data": {"length": 1}} -> {"data.length": 1}.
+
+    `prefix` is prepended to every key.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -24,6 +24,7 @@ from foundation.settings import (
     LocalPath,
     PositiveCount,
     Settings,
+    flatten,
     parse,
     value_from_text,
 )
@@ -38,7 +39,6 @@ from pretrain.settings.config import (
     RECORDS,
     branch_checkpoint,
     fill_in,
-    flatten,
     load_recipe,
     parse_overrides,
     settings_without,

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foundation.errors import InputError, require_package
+from foundation.settings import flatten
 from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import RunRecord, as_text, observed_layers
-from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -32,7 +32,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import Settings, parse, set_value
+from foundation.settings import Settings, flatten, parse, set_value
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
     ACCELERATE_SWITCHES,
@@ -42,7 +42,6 @@ from pretrain.precision.settings import (
     PrecisionName,
     phases_of,
 )
-from pretrain.settings.config import flatten
 from pretrain.settings.recipe import Recipe
 
 # Beginning of all messages about the Accelerate configuration.

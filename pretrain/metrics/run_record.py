@@ -23,11 +23,11 @@ import numpy as np
 
 from foundation.errors import InputError, as_input_error
 from foundation.reading import load_object, load_yaml
+from foundation.settings import flatten
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision.settings import label
-from pretrain.settings.config import flatten
 
 # Number of steps at the start of a run that are excluded from medians. In these steps, the run
 # compiles, allocates and autotunes.

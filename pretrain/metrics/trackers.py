@@ -23,8 +23,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from foundation.errors import InputError, as_input_error
 from foundation.files import replace_file, write_json
+from foundation.settings import flatten
 from pretrain.metrics.run_folder import METRICS_FILE, STATISTICS_FILE, TRACKERS_FILE
-from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
 
 # Map names that are common in other projects to keys of `metrics.jsonl`. Trackers receive the value

@@ -42,12 +42,13 @@ from foundation.errors import InputError, as_input_error
 from foundation.files import by_umask, new_folder
 from foundation.overrides import overridden
 from foundation.progress import advance
+from foundation.settings import flatten
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.precision.grouped import check_experts
 from pretrain.precision.layouts import stored_weights
-from pretrain.settings.config import SOURCE, flatten
+from pretrain.settings.config import SOURCE
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # Keys that must be 1 or more. transformers builds some models with 0 or with a negative value.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundation.settings import flatten
 from pretrain.precision.quantizers import E2M1, E4M3, Quantized
 from pretrain.precision.quantizers.blocks import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
 from pretrain.precision.quantizers.tensor import decode_scale
@@ -28,6 +29,30 @@ _E2M1_VALUES = (
 # Names of scales that belong to activations, or to the cache of keys and values. Training computes
 # its own scales of activations.
 _NOT_OF_WEIGHTS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global)?_scale$")
+# Keys of `quantization_config` that are accepted. `layout_of` reads them, or the weights do not
+# depend on them: they describe activations, the KV cache, or the origin and the loading of the
+# files, or repeat facts about the tensors, such as the names of the linears that stay in BF16. Some
+# keys are accepted with these values only. The weights of other sparsity formats lack their zeros.
+_ACCEPTED_KEYS = re.compile(
+    r"""
+    .*=(None | \[\])
+    | ( quant_method | format | weight_block_size | fmt | scale_fmt | activation_scheme
+    | ignore | ignored_layers | modules_to_not_convert | modules_to_convert | kv_cache_scheme
+    | version | provider | quantization_status | global_compression_ratio
+    | dequantize | run_compressed | use_optimized_inference ) [.=].*
+    | expert_dtype=fp8
+    | sparsity_config\. ( format=dense
+        | ( global_sparsity | sparsity_structure | targets | ignore
+          | registry_requires_subclass )=.* )
+    | config_groups\.[^.]+\. ( (targets | format | input_activations | output_activations) [.=].*
+        | weights\.(group_size | block_structure | scale_dtype | zp_dtype | observer)=.*
+        | weights\.observer_kwargs\..*
+        | weights\.strategy=(tensor | channel | group | block | tensor_group)
+        | weights\.( num_bits=[48] | type=float | symmetric=True | dynamic=False )
+        | weights\.actorder=(False | weight | static) )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -281,15 +306,29 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
     key = (quantization["quant_method"], quantization.get("format"))
     if key not in layouts:
         raise ValueError(f"`quant_method: {key[0]}` with `format: {key[1]}` is not supported")
+    for name, value in flatten(quantization).items():
+        if not _ACCEPTED_KEYS.fullmatch(f"{name}={value}"):
+            raise ValueError(
+                f"`quantization_config.{name}: {value!r:.80}` is not supported, and may change the "
+                "weights"
+            )
     block: Any = quantization.get("weight_block_size")
     if key[0] == "compressed-tensors":
         groups = quantization["config_groups"].values()
-        weights: dict[str, Any] = next(
-            (group["weights"] for group in groups if group.get("weights")), {}
-        )
-        of_groups = weights.get("block_structure") or (1, weights.get("group_size"))
-        block = {"tensor": None, "channel": (1, None)}.get(weights["strategy"], of_groups)
+        blocks = {_block_of(group["weights"]) for group in groups if group.get("weights")}
+        if len(blocks) != 1:
+            raise ValueError(
+                f"`config_groups` must have one `strategy` and block of weights, but has {blocks}"
+            )
+        (block,) = blocks
     return replace(layouts[key], block=tuple(block or (None, None)))
+
+
+def _block_of(weights: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the rows and columns that share a scale, by a group of compressed-tensors."""
+    of_groups = weights.get("block_structure") or (1, weights.get("group_size"))
+    blocks = {"tensor": (None, None), "channel": (1, None)}
+    return tuple(blocks.get(weights["strategy"], of_groups))
 
 
 def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredWeight]:

@@ -31,6 +31,7 @@ from foundation.settings import (
     S,
     Settings,
     closest_key,
+    flatten,
     parse,
     set_value,
     value_from_text,
@@ -288,20 +289,6 @@ def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any
         for key, value in flatten(resolved(recipe)).items()
         if not key.startswith(excluded)
     }
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys: {"data": {"length": 1}} -> {"data.length": 1}.
-
-    `prefix` is prepended to every key.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 class SettingsParser(CommandParser):

@@ -10,8 +10,9 @@ from PIL import Image
 
 from benchmarks.machine import with_tables
 from docs import evidence_page, gpus_page, recipe_schema, recipes_page, settings_page, studies_page
+from foundation.settings import flatten
 from pretrain.run.which_on import ANSWERS
-from pretrain.settings.config import flatten, load_recipe, resolved
+from pretrain.settings.config import load_recipe, resolved
 from tests.conftest import ROOT
 
 

@@ -386,6 +386,20 @@ def quantization_of(name: str, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+CHANNELS = quantization_of("channel", {"num_bits": 8, "strategy": "channel"})
+# Weights are stored rotated, and servers rotate the inputs.
+ROTATED = {
+    "config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"]}]}}
+}
+
+
+def with_group(weights: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return the description of a file whose scales belong to rows, with a second group."""
+    (group,) = quantization_of("", weights)["config_groups"].values()
+    groups = CHANNELS["config_groups"] | {"group_1": group | keys}
+    return CHANNELS | {"config_groups": groups}
+
+
 @pytest.mark.parametrize("name", [*GROUPS, "mixture"])
 def test_weights_and_logits_equal_those_of_compressed_tensors(
     name: str, compressed: dict[str, Path]
@@ -544,6 +558,15 @@ def test_a_tensor_in_two_files_is_refused(block_folder: Path, tmp_path: Path) ->
         (quantization_of("", {}) | {"config_groups": {"a": {"weights": None}}}, "strategy"),
         (FP8 | {"weight_block_size": [-128, 128]}, "weights cannot be loaded"),
         (FP8 | {"weight_block_size": None}, r"expected are the shape \[1, 1\]"),
+        (FP8 | {"hadamard_config": {"block_size": 32}}, r"config\.hadamard_config\.block_size: 32"),
+        (FP8 | {"online_rotation": True}, r"quantization_config\.online_rotation: True"),
+        (FP8 | {"expert_dtype": "fp4"}, r"quantization_config\.expert_dtype: 'fp4'"),
+        (CHANNELS | {"transform_config": ROTATED}, r"config\.transform_config\.config_groups\.R4"),
+        (CHANNELS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        (with_group({"strategy": "tensor"}), r"must have one `strategy`"),
+        (with_group({"strategy": "group", "group_size": 32}), r"must have one `strategy`"),
+        (with_group({"strategy": "channel", "symmetric": False}), "symmetric: False"),
+        (with_group({"strategy": "channel"}, hadamard=True), r"group_1\.hadamard: True"),
     ],
 )
 def test_an_unknown_description_is_refused(
@@ -552,6 +575,19 @@ def test_an_unknown_description_is_refused(
     copy_of(block_folder, tmp_path, quantization, lambda tensors: tensors)
     with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
         load(tmp_path)
+
+
+def test_keys_that_do_not_change_the_weights_are_accepted() -> None:
+    keys = {
+        **{"version": "0.14.0.1", "provider": "auto-round", "global_compression_ratio": None},
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1, "ignore": ["lm_head"]},
+        "transform_config": {"config_groups": {}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": False},
+    }
+    weights = {"strategy": "channel", "actorder": "static", "observer_kwargs": {"maxshrink": 0.2}}
+    activations = {"input_activations": {"dynamic": "local"}, "format": "float-quantized"}
+    assert layout_of(with_group(weights, **activations) | keys).block == (1, None)
+    assert layout_of(FP8 | FineGrainedFP8Config().to_dict()).block == (128, 128)
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
