@@ -40,12 +40,13 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError, as_input_error
 from foundation.overrides import overridden
 from foundation.settings import parse
-from packing.arrow import IGNORE, Pack, Packs, Split
+from packing.arrow import IGNORE, Pack, Split
 from packing.batch import build_microbatch
 from packing.settings import DataSettings
 from packing.store import find_splits
 from packing.store import open_packs as open_split
 from packing.stream import order_of
+from pretrain.model import attention
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert as convert_linears
 from pretrain.observe.model_audit import Audit, Product, audit, backward_of
@@ -232,6 +233,7 @@ def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:
             f"the model was converted on {context.engine.device} and now is on {model.device}; "
             "move it to its device first, then call `convert`"
         )
+    _check_packs(model, kwargs)
     for module in model.modules():
         # Recompute layers with the scales and the quantized weights of their forward.
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -295,10 +297,20 @@ class PackedDataset(Dataset[Pack]):
     :meth:`places` for more epochs.
     """
 
-    def __init__(self, packs: Packs, seed: int, *, mask_boundaries: bool) -> None:
+    def __init__(self, settings: DataSettings, split: Split, seed: int) -> None:
+        self.arguments = settings, split, seed
+        self.mask_boundaries = settings.mask_boundaries
+        packs = None if settings.stream else open_split(settings, split)
+        if packs is None:
+            raise InputError(
+                f"{settings.packs}: there are no packs of {split!r} that can be read at any time"
+            )
         self.packs = packs
         self.order = order_of(packs, seed)
-        self.mask_boundaries = mask_boundaries
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings. Another process, such as a worker, opens the packs itself."""
+        return type(self), self.arguments
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -325,9 +337,11 @@ class PackedDataset(Dataset[Pack]):
 
         The packs are laid end to end in one row [1, T] of `input_ids`, `position_ids` and `labels`.
         Positions restart in each document, and the arguments of FlashAttention have the boundaries
-        of documents, so that documents do not attend to each other with any attention of
-        transformers. `labels` are not shifted, because the model shifts them. The first token of a
-        document is no label.
+        of documents, so that documents do not attend to each other with any attention in
+        transformers' registry. Documents do see each other in models with other layers, such as
+        Mamba's or convolutions, or with ALiBi. :func:`parity` and converted models refuse to
+        compute such models with these arguments. `labels` are not shifted, because the model shifts
+        them. The first token of a document is no label.
         """
         batch = build_microbatch(packs, mask_boundaries=self.mask_boundaries)
         ends = batch.cu_seqlens.unique()
@@ -379,10 +393,13 @@ def open_packs(
             f"{source}: `data.weights_until` depends on the length of a training, which a dataset "
             "does not have; open a recipe for each phase, with the weights of the phase"
         )
-    packs = None if settings.stream else open_split(settings, split)
-    if packs is None:
-        raise InputError(f"{source}: there are no packs of {split!r} that can be read at any time")
-    return PackedDataset(packs, seed, mask_boundaries=settings.mask_boundaries)
+    return PackedDataset(settings, split, seed)
+
+
+def _check_packs(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+    """Raise InputError if the model would mix the documents of a batch of packs."""
+    if "cu_seq_lens_q" in batch:
+        attention.check_documents(model)
 
 
 # ── Comparison with plain transformers ────────────────────────────────────────────────────────────
@@ -410,7 +427,7 @@ def parity(
         the largest differences.
 
     Raises:
-        InputError: The batch has no labels.
+        InputError: The batch has no labels, or it has packs whose documents the model would mix.
 
     Example::
 
@@ -419,6 +436,7 @@ def parity(
     """
     if batch.get("labels") is None:
         raise InputError("parity: the batch has no `labels`, so there is no loss; add `labels`")
+    _check_packs(model, batch)
     devices = [model.device] if model.device.type == "cuda" else []
     context = getattr(model, "precision_context", PrecisionContext(None, model.dtype))
     with torch.random.fork_rng(devices):

@@ -30,7 +30,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -246,6 +246,43 @@ def _missing_package(kind: str) -> str | None:
     return None
 
 
+def check_documents(model: PreTrainedModel) -> None:
+    """Raise InputError if the model has parts that mix the tokens of packed documents.
+
+    This holds for the attention functions of this project, and for those of transformers, which
+    separate documents by their positions or by the arguments of FlashAttention.
+
+    model: the model, on the meta device or not.
+    """
+    config: Any = model.config
+    # The kind of each layer, or None if all layers are of one kind. For example, all layers of
+    # Mistral have the same sliding window.
+    layer_types = getattr(config, "layer_types", None)
+    supported = {"full_attention", "sliding_attention", "mlp", "moe"}
+    unsupported = sorted({*(layer_types or ())} - supported)
+    other = "choose another model"
+    reasons = {
+        f"has tokens that attend to later tokens; {other}": config.is_encoder_decoder
+        or any(getattr(module, "is_causal", None) is False for module in model.modules()),
+        f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
+        f"kernels that reset their state at each document; {other}": (
+            unsupported or (model._is_stateful and layer_types is None)
+        ),
+        # A model that does not use the registry ignores the attention function that is chosen, and
+        # tokens attend to other documents.
+        "does not use transformers' attention registry, which keeps documents apart; "
+        f"{other}": not model._supports_attention_backend,
+    }
+    _refuse(model, reasons)
+
+
+def _refuse(model: PreTrainedModel, reasons: Mapping[str, Any]) -> None:
+    """Raise InputError with the first reason whose value is true."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"model: {type(model).__name__} {reason}")
+
+
 def check(model: PreTrainedModel, length: int) -> None:
     """Raise InputError if packed attention does not support the model.
 
@@ -255,13 +292,9 @@ def check(model: PreTrainedModel, length: int) -> None:
         model: The model, on the meta device or not.
         length: Pack length in tokens.
     """
+    check_documents(model)
     config: Any = model.config
     text_config = config.get_text_config()
-    # The kind of each layer, or None if all layers are of one kind. For example, all layers of
-    # Mistral have the same sliding window.
-    layer_types = getattr(config, "layer_types", None)
-    supported = {"full_attention", "sliding_attention", "mlp", "moe"}
-    unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
     heads = getattr(text_config, "num_attention_heads", None)
@@ -271,16 +304,6 @@ def check(model: PreTrainedModel, length: int) -> None:
     # Map each reason for a rejection to a value that is true if this reason applies. All reasons
     # are formatted for every model, so formatting must not fail without `sinks` or without a `cap`.
     reasons = {
-        f"has tokens that attend to later tokens; {other}": config.is_encoder_decoder
-        or any(getattr(module, "is_causal", None) is False for module in model.modules()),
-        f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
-        f"kernels that reset their state at each document; {other}": (
-            unsupported or (model._is_stateful and layer_types is None)
-        ),
-        # A model that does not use the registry would ignore the attention function of this
-        # project, and tokens would attend to other documents.
-        "does not use transformers' attention registry, which keeps documents apart; "
-        f"{other}": not model._supports_attention_backend,
         f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
         f"the softmax; {other}": sinks,
         f"has latent keys; they need kernels for keys wider than values; {other}": (
@@ -304,9 +327,7 @@ def check(model: PreTrainedModel, length: int) -> None:
             longest is not None and length > longest
         ),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise InputError(f"model: {type(model).__name__} {reason}")
+    _refuse(model, reasons)
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:

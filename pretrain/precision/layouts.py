@@ -35,7 +35,7 @@ _NOT_OF_WEIGHTS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global
 # keys are accepted with these values only. The weights of other sparsity formats lack their zeros.
 _ACCEPTED_KEYS = re.compile(
     r"""
-    .*=(None | \[\])
+    [^=]*=(None | \[\])
     | ( quant_method | format | weight_block_size | fmt | scale_fmt | activation_scheme
     | ignore | ignored_layers | modules_to_not_convert | modules_to_convert | kv_cache_scheme
     | version | provider | quantization_status | global_compression_ratio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from foundation.errors import InputError
 from packing import arrow
@@ -331,6 +332,29 @@ def test_packed_documents_have_the_losses_of_separate_documents(
     torch.testing.assert_close(model(**batch).loss, torch.cat(losses).mean())
 
 
+# Models with layers that have a state, and models whose attention has biases of its own.
+OTHER_LAYERS = ("lfm2", "mamba", "jamba", "bamba", "falcon_h1", "recurrent_gemma")
+OTHER_ATTENTION = ("bloom", "mpt", "falcon")
+
+
+@pytest.mark.parametrize("kind", [*OTHER_LAYERS, *OTHER_ATTENTION])
+def test_models_that_would_mix_documents_are_refused(folder: Path, kind: str):
+    packs = api.open_packs(folder)
+    batch = packs.collate([packs[0]])
+    layers: dict[str, Any] = {"num_hidden_layers": 2}
+    if kind == "lfm2":
+        layers["layer_types"] = ["conv", "full_attention"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **layers))
+    reason = "layers other than" if kind in OTHER_LAYERS else "attention registry"
+    with pytest.raises(InputError, match=f"^model: {type(model).__name__} .*{reason}"):
+        api.parity(model, batch)
+    if kind == "bloom":
+        api.convert(model, "current")
+        with pytest.raises(InputError, match=reason):
+            model(**batch)
+
+
 def test_iterating_over_packs_reads_the_first_epoch(folder: Path):
     packs = api.open_packs(folder, seed=5)
     assert [tuple(pack.input_ids) for pack in islice(packs, 7)] == [
@@ -380,6 +404,10 @@ def test_a_recipe_and_a_token_file_are_opened(folder: Path, tmp_path: Path):
     np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.uint16))
     tokens = api.open_packs(tmp_path / "tokens.npy", length=16)
     assert len(tokens) == 4 and tokens[0].input_ids.shape == (16,)
+    # Workers of a DataLoader open the packs themselves, instead of receiving a copy.
+    pickled = pickle.dumps(tokens)
+    assert len(pickled) < 1000 and tokens[1].input_ids.tobytes() not in pickled
+    assert pickle.loads(pickled)[5].input_ids.tolist() == tokens[5].input_ids.tolist()
     with pytest.raises(InputError, match="held_out"):
         api.open_packs(tmp_path / "tokens.npy", length=16, split="held_out")
     with pytest.raises(InputError, match="no such file"):
