@@ -158,7 +158,8 @@ def varlen_attn_on_a_cpu(
 ) -> Tensor:
     """Compute torch's attention for variable lengths, which has no kernel for a CPU."""
     assert torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.diff().max() <= max_q == max_k
-    assert enable_gqa == (len(query[0]) != len(key[0])) and window_size[1] == 0
+    is_grouped = query.shape[1] != key.shape[1]
+    assert enable_gqa == (is_grouped and attention.VARLEN_HAS_GQA_FLAG) and window_size[1] == 0
     lengths = cu_seq_q.diff().tolist()
     outputs = []
     for q, k, v in zip(*(states.split(lengths) for states in (query, key, value)), strict=True):
@@ -168,7 +169,7 @@ def varlen_attn_on_a_cpu(
         mask = (distance >= 0) & (distance <= last)
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
         output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
