@@ -39,8 +39,12 @@ from pretrain.plan.speed import COSTS, rates_of, step_seconds
 from pretrain.plan.work import Work
 from pretrain.precision.formats.definition import StepCosts
 
-TRAINERS = ("llmq", "Megatron Bridge")
-# Shares that are fitted together, by their first precision.
+# Trainers with published steps on an H100. The factor of a card is that of the last one with the
+# card. `NeMo` is the last one, because only its steps in BF16 are on an H100 and on a B200.
+TRAINERS = ("llmq", "Megatron Bridge", "NeMo")
+# Share of the layers that stay in BF16 in published steps in NVFP4: 4 of 32.
+KEPT_IN_NVFP4 = 0.125
+# Shares that are fitted together to steps of this trainer, by their first precision.
 FITTED = {"bf16": ("bf16",), "delayed": ("delayed", "current"), "block": ("block",)}
 BY_NAME = {card.name: card for card in CARDS}
 # Forward GEMMs that another trainer recomputes (those of queries, keys and values, and those of
@@ -73,6 +77,8 @@ WATTS = {
     "RTX PRO 6000 Server": 600,
     "RTX PRO 6000 Max-Q": 300,
 }
+# Columns that are equal for steps of one study in several precisions.
+STUDY = ("trainer", "model", "card", "gpus", "tokens_per_step", "file")
 # A robust loss: errors above this value count less than their square.
 ROBUST = 0.05
 
@@ -129,7 +135,7 @@ def _of_others(row: Row) -> Work:
         recomputed=(gemms, passes, attention),
         offloaded=offloaded * row.work.devices.count,
         devices=replace(row.work.devices, sharded=True, gathered=True),
-        precision="current" if row.work.precision == "mxfp8" else row.work.precision,
+        kept=KEPT_IN_NVFP4 if row.work.precision == "nvfp4" else 0.0,
     )
 
 
@@ -141,8 +147,9 @@ def points(*statuses: str) -> list[Point]:
 def costs_with(shares: Shares) -> dict[str, StepCosts]:
     """Return the costs of all precisions with other shares."""
     costs = dict(COSTS)
-    for first, names in FITTED.items():
-        costs |= {name: replace(COSTS[name], share=shares[first]) for name in names}
+    for first, share in shares.items():
+        names = FITTED.get(first, (first,))
+        costs |= {name: replace(COSTS[name], share=share) for name in names}
     return costs
 
 
@@ -202,14 +209,13 @@ def published(trainer: str) -> dict[str, list[Point]]:
     return result
 
 
-def factor_of(points: Sequence[Point], shares: Shares) -> float:
+def factor_of(points: Sequence[Point], shares: Shares, precision: str = "bf16") -> float:
     """Return the factor of a card with which the mean logarithm of the errors is 0.
 
-    It is fitted to the BF16 steps on one GPU, or to all steps in FP8 if there are none.
+    It is fitted to the steps in `precision` on one GPU, or on several GPUs if there are none.
     """
-    fitted = [point for point in points if point.row.values["precision"] == "bf16"]
-    fitted = [point for point in fitted if point.work.devices.count == 1]
-    fitted = fitted or [point for point in points if point.row.values["precision"] == "current"]
+    fitted = [point for point in points if point.work.precision == precision]
+    fitted = [point for point in fitted if point.work.devices.count == 1] or fitted
     low, high = 0.3, 3.0
     while high / low > 1.0001:
         factor = math.sqrt(low * high)
@@ -220,26 +226,68 @@ def factor_of(points: Sequence[Point], shares: Shares) -> float:
     return high
 
 
+def relative_factor(points: Sequence[Point], others: Sequence[Point], shares: Shares) -> float:
+    """Return the factor of the card of `points`, divided by the factor of the card of `others`.
+
+    It is that of the steps in BF16, or in FP8 if one of the cards has no steps in BF16.
+    """
+    has_bf16 = [
+        any(point.work.precision == "bf16" for point in steps) for steps in (points, others)
+    ]
+    precision = "bf16" if all(has_bf16) else "current"
+    return factor_of(points, shares, precision) / factor_of(others, shares, precision)
+
+
 def all_factors(shares: Shares) -> dict[str, float]:
     """Return the factor of each card with measured or published steps, or of a similar card.
 
-    The factor of a published card is relative to the H100 of the same trainer.
+    The factor of a published card is relative to the H100 of the same trainer. MLPerf has no steps
+    on an H100, so the factor of a B300 is relative to a B200. The A100s of llm-foundry, whose
+    layers are not fused, need no H100, because the formula predicts them.
     """
     factors = {"H100": 1.0, "H200": 1.0}
     for trainer in TRAINERS:
         by_card = published(trainer)
-        of_h100 = factor_of(by_card["H100"], shares)
         factors |= {
-            card: factor_of(steps, shares) / of_h100
+            card: relative_factor(steps, by_card["H100"], shares)
             for card, steps in by_card.items()
             if card != "H100"
         }
+    mlperf = published("MLPerf")
+    factors["B300"] = factors["B200"] * relative_factor(mlperf["B300"], mlperf["B200"], shares)
+    ampere = published("llm-foundry")
+    factors["A100"] = factor_of([*ampere["A100"], *ampere["A100 40GB"]], shares)
+    factors["A100 40GB"] = factors["A100"]
     for name, similar in BY_WATTS.items():
         watts = WATTS[name] / WATTS[similar]
         factors[name] = factors[similar] * watts * BY_NAME[similar].bf16 / BY_NAME[name].bf16
     factors["RTX PRO 6000 Workstation"] = factors["RTX PRO 6000 Server"]
     factors["RTX 3090"] = math.sqrt(factors["RTX 4090"] * factors["RTX 5090"])
     return factors
+
+
+def share_of(precision: str, shares: Shares) -> float:
+    """Return the share of the peak with which `precision` is as fast as in published steps.
+
+    Its speed is compared with FP8 with a scale per tensor, in the same study on the same card. The
+    median of the errors is 0.
+    """
+    pairs = [
+        (point, other)
+        for point in points("published")
+        for other in points("published")
+        if point.work.precision == precision
+        # MLPerf's steps in NVFP4 have attention in FP8.
+        and point.row.values["trainer"] != "MLPerf"
+        and other.work.precision in ("delayed", "current")
+        and all(point.row.values[name] == other.row.values[name] for name in STUDY)
+    ]
+    low, high = 0.3, 3.0
+    while high / low > 1.0001:
+        share = math.sqrt(low * high)
+        errors = [gain_error(*pair, {**shares, precision: share}) for pair in pairs]
+        low, high = (low, share) if statistics.median(errors) > 0 else (share, high)
+    return high
 
 
 def gains(points: Sequence[Point]) -> list[tuple[Point, Point]]:

@@ -20,7 +20,7 @@ from foundation.errors import InputError
 # Classes of a card: the half-width of the error of predicted speeds, as a fraction.
 MEASURED = 0.07  # steps of this trainer were measured on the card
 PUBLISHED = 0.15  # steps of another trainer were published
-GUESSED = 0.25  # the factor is that of similar cards
+GUESSED = 0.25  # the factor is that of similar cards, or of slower trainers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,8 @@ class Card:
     factor: float | None = None
     # Half-width of the error of a predicted speed, as a fraction. None if `factor` is None.
     error: float | None = None
+    # The steps to which `factor` is fitted: their trainer and models, or another card.
+    source: str = "no steps"
 
 
 # Regular expression for memory size and memory type in the lower-case names of devices such as
@@ -83,6 +85,9 @@ CARDS = (
         fp32=19.5,
         pcie=32,
         nvlink=300,
+        factor=1.01,
+        error=GUESSED,
+        source="llm-foundry, 0.1 to 13 B in BF16",
     ),
     Card(
         pattern=rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?",
@@ -94,6 +99,9 @@ CARDS = (
         fp32=19.5,
         pcie=32,
         nvlink=300,
+        factor=1.01,
+        error=GUESSED,
+        source="llm-foundry, 0.1 to 13 B in BF16",
     ),
     # NVIDIA H100 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, PCIe 1,513 and
     # 3,026, NVL 1,671 and 3,341. The power limits are 700, 350 and 400 W. An H100 SXM needs 700 W
@@ -110,6 +118,7 @@ CARDS = (
         pcie=64,
         factor=0.65,
         error=GUESSED,
+        source="H100, by its watts",
     ),
     Card(
         pattern=r"h100 nvl",
@@ -123,6 +132,7 @@ CARDS = (
         pcie=64,
         factor=0.68,
         error=GUESSED,
+        source="H100, by its watts",
     ),
     Card(
         pattern=r"h100(?: ?sxm5?)?(?: 80gb?)?(?: hbm3)?",
@@ -137,6 +147,7 @@ CARDS = (
         nvlink=450,
         factor=1.0,
         error=MEASURED,
+        source="this launcher, 0.1 to 14 B",
     ),
     # NVIDIA H200 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, NVL 1,671 and
     # 3,341. The power limits are 700 and 600 W. The factor of the NVL is that of the TFLOP/s per
@@ -153,6 +164,7 @@ CARDS = (
         pcie=64,
         factor=1.02,
         error=GUESSED,
+        source="H200, by its watts",
     ),
     Card(
         pattern=rf"h200(?: ?sxm5?)?{NUMBERS}",
@@ -167,6 +179,7 @@ CARDS = (
         nvlink=450,
         factor=1.0,
         error=MEASURED,
+        source="this launcher, 0.1 to 14 B",
     ),
     # NVIDIA GH200 data sheet: the peaks of the H200 SXM, 4 TB/s with 96 GB of HBM3 and 4.9 TB/s
     # with 144 GB of HBM3e. Its power limit, 450 to 1,000 W, is shared with the CPU and differs
@@ -209,8 +222,9 @@ CARDS = (
         fp32=75.0,
         pcie=64,
         nvlink=900,
-        factor=0.94,
+        factor=0.89,
         error=PUBLISHED,
+        source="NeMo, 8 B in BF16 and FP8",
     ),
     Card(
         pattern=rf"gb200{NUMBERS}",
@@ -223,8 +237,9 @@ CARDS = (
         fp32=80.0,
         pcie=64,
         nvlink=900,
-        factor=0.87,
+        factor=0.85,
         error=PUBLISHED,
+        source="Megatron Bridge, 8 B in BF16 and FP8",
     ),
     # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B300 and GB300
     # have 4.5 and 5 in BF16, 9 and 10 in FP8.
@@ -239,6 +254,9 @@ CARDS = (
         fp32=75.0,
         pcie=64,
         nvlink=900,
+        factor=0.88,
+        error=GUESSED,
+        source="MLPerf, 8 B in FP8, BF16 extrapolated",
     ),
     Card(
         pattern=rf"gb300{NUMBERS}",
@@ -253,6 +271,7 @@ CARDS = (
         nvlink=900,
         factor=1.09,
         error=PUBLISHED,
+        source="Megatron Bridge, 8 B in FP8, BF16 extrapolated",
     ),
     # NVIDIA L40S data sheet: BF16 is 362.05 dense and 733 sparse, FP8 is 733 dense and 1,466
     # sparse.
@@ -268,6 +287,7 @@ CARDS = (
         pcie=32,
         factor=0.76,
         error=PUBLISHED,
+        source="llmq, 0.5 to 3 B",
     ),
     # NVIDIA RTX A6000 data sheet: BF16 is 309.7 sparse. This agrees with 154.8 dense in the GA102
     # white paper. NVIDIA RTX 6000 Ada data sheet: FP8 is 1,457 sparse. Its factor is that of the
@@ -294,6 +314,7 @@ CARDS = (
         pcie=32,
         factor=0.64,
         error=GUESSED,
+        source="L40S, by its watts",
     ),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 is 4,000 sparse for the Server Edition and the
     # Workstation Edition, and 3,511 sparse for the Max-Q. FP32 is 120 for the Server Edition, 125
@@ -314,6 +335,7 @@ CARDS = (
         pcie=64,
         factor=1.09,
         error=PUBLISHED,
+        source="llmq, 0.5 to 14 B",
     ),
     Card(
         pattern=r"pro 6000(?: blackwell)?(?: workstation)?(?: edition)?",
@@ -327,6 +349,7 @@ CARDS = (
         pcie=64,
         factor=1.09,
         error=PUBLISHED,
+        source="llmq, 0.5 to 14 B",
     ),
     Card(
         pattern=r"pro 6000 (?:blackwell )?max q(?: workstation edition)?",
@@ -340,6 +363,7 @@ CARDS = (
         pcie=64,
         factor=0.62,
         error=GUESSED,
+        source="RTX PRO 6000 Server, by its watts",
     ),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense peaks with FP32 accumulation. They are
     # half of the peaks with FP16 accumulation. The factor of the RTX 3090 is the geometric mean of
@@ -355,6 +379,7 @@ CARDS = (
         pcie=32,
         factor=1.37,
         error=GUESSED,
+        source="RTX 4090 and 5090",
     ),
     Card(
         pattern=r"4090",
@@ -368,6 +393,7 @@ CARDS = (
         pcie=32,
         factor=1.3,
         error=PUBLISHED,
+        source="llmq, 0.5 to 14 B",
     ),
     Card(
         pattern=r"5090",
@@ -381,6 +407,7 @@ CARDS = (
         pcie=64,
         factor=1.44,
         error=PUBLISHED,
+        source="llmq, 0.5 to 3 B",
     ),
 )
 

@@ -95,10 +95,9 @@ LARGEST = {
     "launches": 0.04,
 }
 HEAD_DIMS = (64, 128)
-# No speed is predicted for models with fewer parameters and for microbatches with fewer tokens,
-# because they wait for the host: FP8 was 6 and 16 % slower than predicted with 2,048 and 1,024
-# tokens (planner_rows.csv). More GPUs were not measured.
-SMALL = 50_000_000
+# No speed is predicted for microbatches with fewer tokens, because they wait for the host: FP8 was
+# 6 and 16 % slower than predicted with 2,048 and 1,024 tokens (planner_rows.csv). More GPUs were
+# not measured.
 LEAST_MICROBATCH = 4096
 HOST_GPUS = 8
 # Part of the basis of a prediction from measured rates.
@@ -369,8 +368,8 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
         "no step with layers that are neither fused nor compiled was measured": (
             plan.recipe.model.compile == "none" and not work.fused
         ),
-        f"a model of less than {SMALL:,} parameters waits for the host": (
-            work.flops.parameters < SMALL
+        f"a step in {work.precision} was never measured with so few parameters": (
+            costs is not None and work.flops.parameters < costs.least_parameters
         ),
         f"microbatches of less than {LEAST_MICROBATCH:,} tokens wait for the host": (
             work.microbatch < LEAST_MICROBATCH

@@ -180,9 +180,10 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     columns = COLUMNS[:-1] if price is None else COLUMNS
     cells = [row[: len(columns)] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
     major, minor = devices.capability or (0, 0)
+    source = card_called(devices.name, "").source
     lines = [
         f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, "
-        f"compute capability {major}.{minor}",
+        f"compute capability {major}.{minor}, speed by steps of {source}",
         *([markdown(columns, cells)] if cells else []),
         *(_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()),
     ]

@@ -103,6 +103,8 @@ class StepCosts:
     grouped: float = 0.67
     # Compute capability from which other kernels, which were not measured, compute the GEMMs.
     below: tuple[int, int] = (99, 0)
+    # Number of parameters from which steps were measured or published.
+    least_parameters: int = 50_000_000
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -148,7 +148,7 @@ def test_the_time_of_a_small_model_is_not_known(
     recipe = small_recipe | {"train": {"steps": 500}}
     values = ("data.packs=/no/such",)
     status, out, _ = which_on(write_recipe(recipe, tmp_path), "--on", "H100", *values)
-    assert status == 0 and "a model of less than 50,000,000 parameters" in out
+    assert status == 0 and "never measured with so few parameters" in out
     assert out.endswith("The time of `which` is not known.\n")
 
 
