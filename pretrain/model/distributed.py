@@ -40,6 +40,7 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
 
     The notices are about settings of Accelerate's configuration that this project replaces.
     """
+    multiply_in_ieee_fp32()
     if recipe.deterministic:
         compute_in_a_fixed_order()
     replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
@@ -56,6 +57,19 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, replicas)
     return accelerator, notices
+
+
+def multiply_in_ieee_fp32() -> None:
+    """Turn off TF32 and BF16 in torch's FP32 matrix products, whatever the environment says.
+
+    Raises InputError if NVIDIA_TF32_OVERRIDE turns on TF32, because cuBLAS reads this variable.
+    """
+    if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+        raise InputError(
+            "NVIDIA_TF32_OVERRIDE: this environment variable would round the operands of FP32 "
+            "matrix products to TF32; unset it"
+        )
+    torch.set_float32_matmul_precision("highest")
 
 
 def check_offload(recipe: Recipe, environ: Mapping[str, str]) -> None:

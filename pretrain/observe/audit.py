@@ -179,7 +179,7 @@ class ProductAudit(Observer):
 
     Each low-precision linear is observed in all microbatches of a step. The first microbatch must
     add exactly one entry to every history of delayed scaling. Raises InputError before the step's
-    update if a product or a history is wrong.
+    update if a product or a history is wrong, or if the precision is not that of the schedule.
 
     write: writes audit.json.
     """
@@ -189,8 +189,8 @@ class ProductAudit(Observer):
     write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
-        """Return True in a quantized step that sets `Step.is_new` or is a statistics step."""
-        return step.is_quantized and (step.is_new or step.measures_operands)
+        """Return True in a step that sets `Step.is_new` or is a statistics step."""
+        return step.is_new or step.measures_operands
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
@@ -200,6 +200,15 @@ class ProductAudit(Observer):
         products agree, record the step in audit.json.
         """
         current = self.precision.current
+        scheduled = self.precision.schedule.at(step.number).precision.name
+        if current.name != scheduled:
+            raise InputError(
+                f"step {step.number} would compute in {current.name!r}, but the schedule of the "
+                f"precision has {scheduled!r} for this step; this is a fault of the launcher"
+            )
+        if not step.is_quantized:
+            yield
+            return
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
         observer = ProductObserver()
         # The products of each microbatch. A product that is missing in one microbatch may run

@@ -33,7 +33,7 @@ from pretrain.observe.observers import Observer, Step
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.model_precision import ModelPrecision
-from pretrain.precision.product import Probe
+from pretrain.precision.product import LinearPass, Probe
 from pretrain.precision.quantizers import Quantized
 
 Record = Mapping[str, Any]
@@ -154,7 +154,7 @@ class OperandStatistics(Probe):
 
     @torch.no_grad()
     def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
     ) -> None:
         """Measure an operand of the linear `name`, see `Probe.operand`.
 
@@ -162,6 +162,7 @@ class OperandStatistics(Probe):
         operands. The figures of these calls are added up.
         """
         x = values()
+        ends = call.ends
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
         scale = of_operand(self._state, name, role, "scale") if self._state else None

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role
 from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
-from pretrain.precision.product import PrecisionContext, Probe
+from pretrain.precision.product import LinearPass, PrecisionContext, Probe
 from pretrain.precision.settings import ActivePrecision
 
 # The number of rows and of columns in a sample: a multiple of every format's block size.
@@ -54,6 +55,9 @@ ORDER_OF_SUMS = 2.0**-10
 # if both used the same scales, and about zero otherwise. If the quantizer rounds stochastically,
 # the cosine is relative to the cosine of two errors of our quantizer.
 LEAST_LIKENESS = 0.5
+# The largest allowed component of an error along the bias, as a share of the bias. The component is
+# 1 if the bias is missing or added twice.
+BIAS_LEEWAY = 0.5
 # Relative tolerance of an amax. A library may compute it from the output of a normalization before
 # this output is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
@@ -83,17 +87,31 @@ def worst_first(compared: Iterable[Compared]) -> list[Compared]:
     return sorted(compared, key=lambda comparison: comparison.excess, reverse=True)
 
 
-def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared:
+def judge_product(
+    name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bias: Tensor
+) -> Compared:
     """Compare the error of the run's product with the error of our plain quantizer.
+
+    The error may have a component along the bias only if the plain error has it too. The error of a
+    small bias is far smaller than that of the format, but it is the same for all tokens.
 
     name: the name of the product, for the message.
     exact: a sample of the exact product.
     error: the run's result minus `exact`, of the same shape.
     plain: the errors of the plain quantizer, each of the same shape. There are DRAWS errors if the
         quantizer rounds the left operand stochastically, otherwise one.
+    bias: the bias that was added to the product, FP32 [columns], or zero.
 
     Waits for the device.
     """
+    rounding = _judge_rounding(name, exact, error, plain)
+    along_bias = ((error - plain[0]).mean(0) * bias).sum().abs()
+    allowed = (BIAS_LEEWAY * bias.square().sum()).clamp(min=1e-30)
+    return Compared.of(name, rounding.error, max(rounding.excess, (along_bias / allowed).item()))
+
+
+def _judge_rounding(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared:
+    """Return the result of `judge_product` without a bias."""
     norm = exact.norm(dtype=torch.float64)
     if not norm:
         # The relative error of a product that should be zero is infinite or zero.
@@ -181,140 +199,192 @@ class _Sample(NamedTuple):
     # The largest magnitude in the whole operand, an FP32 scalar. If a transformed operand has a
     # tensor scale, it is the largest magnitude after the transform.
     amax: Tensor
+    # The delayed scale of the operand, or None if the precision has no histories.
+    scale: Tensor | None
     # Indices of the operand's rows in the sample. If the sample was taken from the transposed
     # operand, they are indices of the operand's columns.
     rows: Tensor | slice
 
 
+# Map the axis of the sum to a sample of an operand. An expert without tokens has an empty dict.
+_Samples = dict[Along, _Sample]
+
+
 class ProductCheck(Probe):
-    """Probe that samples the operands and results of one microbatch, and compares each result."""
+    """Probe that samples the operands and results of all products, and compares each result.
+
+    A product may run several times in a microbatch: its layer is recomputed or called several
+    times, or the LM head computes in chunks of tokens. Each result is compared.
+    """
 
     observes_results = True
 
     def __init__(self, context: PrecisionContext, active: ActivePrecision) -> None:
-        """Create the check before the microbatch.
+        """Create the check before the first microbatch.
 
         context: the context of the model's products.
-        active: the precision of the microbatch.
+        active: the precision of the microbatches.
         """
-        # Map (name of the linear, gemm) to the exact product, the run's error, and the errors of
-        # the plain quantizer.
-        self._products: dict[tuple[str, str], tuple[Tensor, Tensor, list[Tensor]]] = {}
+        self._context = context
         self._precision = active.quantized_precision
-        self._before = {name: tensor.clone() for name, tensor in context.state().items()}
+        # Map the name of each product to the arguments of `judge_product` for each of its results.
+        self._products: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         # One quantizer for each role is enough, because the products sum over the last axis of all
         # samples.
         self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
-        # Map (name of the linear, role, axis of the sum) to the sample of the operand.
-        self.samples: dict[tuple[str, Role, Along], _Sample] = {}
+        # Map the name of each grouped product to the experts that are compared.
+        self._experts: dict[str, set[int]] = {}
+        # Map (name of the linear, role) to the samples of the newest operand: one for each chosen
+        # expert, or one without experts.
+        self.samples: dict[tuple[str, Role], list[_Samples]] = {}
+        # The same for the inputs of calls whose backward may follow.
+        self._inputs: WeakKeyDictionary[LinearPass, list[_Samples]] = WeakKeyDictionary()
+        # Map the name of each linear to the gradient of its output, summed over tokens.
+        self.token_sums: dict[str, Tensor] = {}
+        self.start_microbatch()
+
+    def start_microbatch(self, *_: Any) -> None:
+        """Copy the delayed scales. Register this method as a forward pre-hook of the model."""
+        self._state = {name: tensor.clone() for name, tensor in self._context.state().items()}
 
     def compared(self) -> list[Compared]:
-        """Return a comparison for each product, the largest excess first.
+        """Return the worst comparison of each product, the largest excess first.
 
-        Call this method after the microbatch, because the host waits for the device.
+        Call this method after the microbatches, because the host waits for the device.
         """
         return worst_first(
-            judge_product(f"{name} {gemm}", *errors)
-            for (name, gemm), errors in self._products.items()
+            worst_first(judge_product(name, *errors) for errors in results)[0]
+            for name, results in self._products.items()
         )
-
-    def scale_of(self, name: str, role: Role) -> Tensor | None:
-        """Return the delayed scale of an operand, or None if the precision has no histories."""
-        return of_operand(self._before, name, role, "scale") if self._before else None
 
     @torch.no_grad()
     def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
     ) -> None:
         """Sample an operand before it is quantized."""
         tensor = values()
+        if call.ends is not None and name not in self._experts:
+            self._experts[name] = _some_experts(name, tensor, call.ends)
+        parts = self._parts(name, tensor, call.ends, is_weight=role == "weight")
+        samples = [self._sampled(name, role, tensor, part) for part in parts]
+        self.samples[name, role] = samples
+        if role == "input":
+            self._inputs[call] = samples
+        if role == "grad_output":
+            total = tensor.sum(0, dtype=torch.float32)
+            self.token_sums[name] = total + self.token_sums.get(name, 0.0)
+
+    def _sampled(self, name: str, role: Role, tensor: Tensor, part: Tensor) -> _Samples:
+        """Return the samples of `part`, the rows of one expert in the operand `tensor`."""
+        if not len(part):
+            return {}
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
-        is_weight = role == "weight"
-        part = _of_largest_expert(tensor, ends, is_weight=is_weight)
-        rows = _sampled(name, len(part)) if is_weight else token_rows(part)
-        columns = _sampled(name, part.shape[1])
+        scale = of_operand(self._state, name, role, "scale") if self._state else None
+        rows = _slice_of(name, len(part)) if role == "weight" else token_rows(part)
+        columns = _slice_of(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
         of_columns = part[:, columns].clone().t()
-        self.samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
+        features = _Sample(of_rows, of_rows, amax, scale, rows)
         transform = self._precision.transform(role)
         if transform is not None and self._precision.tensor_scaled:
             amax = transform(tensor.t()).abs().amax().float()
         transformed = of_columns if transform is None else transform(of_columns)
-        self.samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
+        return {
+            "features": features,
+            "rows": _Sample(of_columns, transformed, amax, scale, columns),
+        }
 
     @torch.no_grad()
     def result(
-        self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, ends: Tensor | None
+        self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass
     ) -> None:
         """Compute the errors of a sample of a product's result, and of the plain result.
 
         If `bias` is not None, `result` includes the bias.
         """
-        keys = {
-            role: (name, role, along)
-            for role, along in zip(OPERANDS[gemm], ALONG[gemm], strict=True)
-        }
-        # A product runs again if its layer is recomputed or called several times, and the LM head
-        # computes in chunks of tokens. The first result belongs to the present samples.
-        is_repeated = (name, gemm) in self._products
-        if is_repeated or not self.samples.keys() >= {*keys.values()}:
-            return
-        operands = {role: self.samples[key] for role, key in keys.items()}
-        result = _of_largest_expert(result.flatten(0, -2), ends, is_weight=gemm == "wgrad")
-        rows, columns = (operand.rows for operand in operands.values())
-        added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
-        exact, plain = self._references(name, operands, added, result.dtype)
-        error = result[rows][:, columns].float() - added - exact
-        self._products[name, gemm] = exact, error, plain
+        left, right = (
+            self._inputs[call] if role == "input" else self.samples[name, role]
+            for role in OPERANDS[gemm]
+        )
+        parts = self._parts(name, result.flatten(0, -2), call.ends, is_weight=gemm == "wgrad")
+        for part, *samples in zip(parts, left, right, strict=True):
+            if all(samples):
+                operands = {
+                    role: sample[along]
+                    for role, sample, along in zip(
+                        OPERANDS[gemm], samples, ALONG[gemm], strict=True
+                    )
+                }
+                self._products[f"{name} {gemm}"].append(self._errors(operands, part, bias))
 
-    def _references(
-        self,
-        name: str,
-        operands: Mapping[Role, _Sample],
-        added: Tensor,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the exact product of the samples, and the errors of the plain quantizer.
+    def _parts(
+        self, name: str, rows: Tensor, ends: Tensor | None, *, is_weight: bool
+    ) -> list[Tensor]:
+        """Return the rows of each chosen expert. Return all rows if there are no experts.
+
+        rows: the rows of all experts, sorted by expert. They are weights or weight gradients
+            [experts x out, in] if `is_weight` is set. Otherwise they are an input, an output
+            gradient or a result [tokens, features].
+        ends: the end of each expert's tokens, int32 [experts], or None if the linear has no
+            experts.
+        """
+        if ends is None:
+            return [rows]
+        if is_weight:
+            parts: Sequence[Tensor] = rows.unflatten(0, (len(ends), -1))
+        else:
+            parts = rows.tensor_split(ends[:-1].tolist())
+        return [parts[expert] for expert in self._experts[name]]
+
+    def _errors(
+        self, operands: Mapping[Role, _Sample], result: Tensor, bias: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `judge_product` after the name.
 
         operands: the two samples by role, in the order of the product's factors.
-        added: the bias, or 0. It is added before the plain result is rounded to `dtype`.
-        dtype: the dtype of the run's result.
-
-        There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
+        result: the result, for one expert if there are experts.
+        bias: the bias that `result` includes, or None.
         """
+        rows, columns = (operand.rows for operand in operands.values())
+        added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         is_stochastic = any(map(self._precision.is_stochastic, operands))
         plain = []
-        with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
+        with (
+            overridden(torch.backends.cuda.matmul, fp32_precision="ieee"),
+            # The draws must not change the random numbers of later products.
+            torch.random.fork_rng([result.device] if result.is_cuda else [], is_stochastic),
+        ):
             left, right = (operand.values.float() for operand in operands.values())
             exact = left @ right.t()
             for _ in range(DRAWS if is_stochastic else 1):
                 left, right = (
                     self._quantize[role](
-                        operand.to_quantize, self.scale_of(name, role), operand.amax
+                        operand.to_quantize, operand.scale, operand.amax
                     ).dequantize()
                     for role, operand in operands.items()
                 )
-                plain.append((left @ right.t() + added).to(dtype).float() - added - exact)
-        return exact, plain
+                rounded = (left @ right.t() + added).to(result.dtype)
+                plain.append(rounded.float() - added - exact)
+        error = result[rows][:, columns].float() - added - exact
+        return exact, error, plain, added
 
 
-def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
-    """Return the rows of the expert with the most tokens. Return all rows if there are no experts.
+def _some_experts(name: str, inputs: Tensor, ends: Tensor) -> set[int]:
+    """Return the experts with the most and the fewest tokens, and one that a hash chooses.
 
-    rows: the rows of all experts, sorted by expert. They are weights or weight gradients
-        [experts x out, in] if `is_weight` is set. Otherwise they are an input, an output gradient
-        or a result [tokens, features].
-    ends: the end of each expert's tokens, int32 [experts], or None if the linear has no experts.
+    Experts without tokens are not chosen.
+
+    name: the name of the product, which is hashed.
+    inputs: the inputs of all experts, [tokens, features]. Rows that fill gaps are zero.
+    ends: the end of each expert's rows, int32 [experts].
     """
-    if ends is None:
-        return rows
-    bounds = [0, *ends.tolist()]
-    expert = max(range(len(ends)), key=lambda index: bounds[index + 1] - bounds[index])
-    if is_weight:
-        return rows.unflatten(0, (len(ends), -1))[expert]
-    return rows[bounds[expert] : bounds[expert + 1]]
+    parts = inputs.any(1).tensor_split(ends[:-1].tolist())
+    tokens = torch.stack([part.sum() for part in parts]).tolist()
+    used = [index for index in range(len(tokens)) if tokens[index]]
+    used.sort(key=tokens.__getitem__)
+    return {used[-1], used[0], used[zlib.crc32(name.encode()) % len(used)]}
 
 
 def token_rows(tensor: Tensor) -> Tensor:
@@ -329,7 +399,7 @@ def token_rows(tensor: Tensor) -> Tensor:
     return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 
 
-def _sampled(name: str, size: int) -> slice:
+def _slice_of(name: str, size: int) -> slice:
     """Return a slice of at most ROWS consecutive indices below `size`, for the product `name`.
 
     The slice starts at a multiple of ROWS, so it contains whole blocks of every format. A hash of
@@ -375,7 +445,7 @@ class _Amaxes(Probe):
         self.amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
 
     def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
     ) -> None:
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(values(), math.inf).float()

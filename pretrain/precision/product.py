@@ -33,7 +33,6 @@ from pretrain.precision.gemm import (
     Operand,
     Saved,
     TorchGemm,
-    add_to,
     checkpointed,
 )
 from pretrain.precision.observed import watched
@@ -55,19 +54,19 @@ class Probe:
     (`pretrain.precision.observed`).
     """
 
-    # True if `result` is overridden. Each product then computes its result separately: it does not
-    # add a residual or the earlier gradient sum in the kernel.
+    # True if `result` is overridden. A residual is then added after its product, and a weight's
+    # gradient is the difference of two sums.
     observes_results: bool = False
 
     def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None, /
+        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass, /
     ) -> None:
         """Observe an operand of a low-precision product before it is quantized.
 
         name: the name of the product's Gemm.
         role: the role of the operand. A weight is observed when it is quantized.
         values: returns the unquantized operand [rows, features].
-        ends: the end of each expert's rows, int32 [experts], or None if there are no experts.
+        call: the pass of the linear layer, in forward and in its backward.
         """
 
     def weight(self, gemm: Gemm, operand: Operand, matrix: Callable[[], Tensor], /) -> None:
@@ -79,11 +78,11 @@ class Probe:
         """
 
     def result(
-        self, name: str, kind: GemmKind, result: Tensor, bias: Tensor | None, ends: Tensor | None, /
+        self, name: str, kind: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass, /
     ) -> None:
         """Observe the result of a low-precision product, which includes the `bias` if it has one.
 
-        `name` and `ends` are the same as in `operand`.
+        `name` and `call` are the same as in `operand`.
         """
 
 
@@ -341,11 +340,15 @@ class LinearPass:
         """
         if total is None:
             return self.gradient_product("wgrad", dy, x)
-        if self.results_are_observed:
-            gradient = self.gradient_product("wgrad", dy, x, torch.float32)
-            add_to(total, gradient, overwrite=overwrite)
-        else:
+        if not self.results_are_observed:
             self.gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
+            return None
+        # A probe must observe the sum that the kernel computes, without its earlier values.
+        before = total.float()
+        after = before.clone()
+        self.gemm.accumulate(after, dy, x, overwrite=overwrite, ends=self.ends)
+        self.show_result("wgrad", after if overwrite else after - before)
+        total.copy_(after)
         return None
 
     def show(self, role: Role, values: Callable[[], Tensor]) -> None:
@@ -354,7 +357,7 @@ class LinearPass:
             # Several probes may need the values, which are computed only once.
             rows = functools.cache(lambda: values().detach().flatten(0, -2))
             for probe in self.context.probes:
-                probe.operand(self.gemm.name, role, rows, self.ends)
+                probe.operand(self.gemm.name, role, rows, self)
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
         """Show the weight of the forward product to the probes.
@@ -371,7 +374,7 @@ class LinearPass:
         """Show the result of a product to the probes."""
         if self.gemm.quantizes:
             for probe in self.context.probes:
-                probe.result(self.gemm.name, kind, result.detach(), bias, self.ends)
+                probe.result(self.gemm.name, kind, result.detach(), bias, self)
 
 
 class SingleWeightPass(LinearPass):

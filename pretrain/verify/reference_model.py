@@ -230,10 +230,7 @@ def reference_pass(
         output = _output_of(plain, documents, has_label, head_factor)
         labels = documents.labels[has_label].to(plain.device)
         logits = output.logits.float()
-        cross_entropies = F.cross_entropy(logits, labels, reduction="none")
-        token_losses = cross_entropies
-        if loss.penalty_weight:
-            token_losses = token_losses + _penalty(logits, loss)
+        token_losses, cross_entropies = losses_of(logits, labels, loss)
         if getattr(plain.config, "output_router_logits", None):
             router_logits = torch.cat(
                 [layer[has_label.flatten()] for layer in output.router_logits]
@@ -247,6 +244,19 @@ def reference_pass(
                 gradients[name] += parameter.grad
             parameter.grad = None
     return torch.cat(losses, dim=1), gradients
+
+
+def losses_of(logits: Tensor, labels: Tensor, loss: LossSettings) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token in training, and its cross-entropy. Both are FP32 [labels].
+
+    logits: FP32 [labels, vocabulary].
+    labels: Target of each token, int64 [labels]. No target is IGNORE.
+    loss: Settings of the loss. The weight of a penalty is 1.0.
+    """
+    cross_entropies = F.cross_entropy(logits, labels, reduction="none")
+    if not loss.penalty_weight:
+        return cross_entropies, cross_entropies
+    return cross_entropies + _penalty(logits, loss), cross_entropies
 
 
 def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -50,17 +50,18 @@ def compare_codes(check: ProductCheck, active: ActivePrecision) -> list[Compared
         check: Check that has sampled the operands of a microbatch.
         active: Precision of the microbatch.
     """
-    # Map (role, number of features) to the name of the linear and a part of its operand.
-    operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
-    for (name, role, along), sample in check.samples.items():
-        key = (role, sample.values.shape[1])
+    # Map (role, number of features) to the name of the linear and a sample of its operand.
+    operands: dict[tuple[Role, int], tuple[str, Any]] = {}
+    for (name, role), (samples, *_) in check.samples.items():
+        sample = samples.get("features")
         # An operand of zeros would show no fault.
-        if along == "features" and key not in operands and sample.values.any():
-            operands[key] = name, sample.values[:, :COLUMNS]
+        if sample and sample.values.any():
+            operands.setdefault((role, sample.values.shape[1]), (name, sample))
     compared = []
-    for (role, _), (name, operand) in operands.items():
+    for (role, _), (name, sample) in operands.items():
+        operand = sample.values[:, :COLUMNS]
         for along in get_args(Along):
-            share = differing_share(active, role, along, operand, check.scale_of(name, role))
+            share = differing_share(active, role, along, operand, sample.scale)
             excess = share / TOLERATED_SHARE
             compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
     return worst_first(compared)

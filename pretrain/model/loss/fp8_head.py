@@ -40,7 +40,7 @@ def fused_head(
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    probes of `context` observe each operand, and the results of the products of the first chunk.
+    probes of `context` observe each operand and each result.
     """
 
     def matrix() -> Tensor:
@@ -93,8 +93,7 @@ def chunk_loss(
     """
     x = head_pass.quantize("input", hidden.to(_BF16))
     logits = gemm.matmul("forward", x, weight, _BF16)
-    if first:
-        head_pass.show_result("forward", logits)
+    head_pass.show_result("forward", logits)
     quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
     # Under delayed scaling, the quantizer has the scale, and `quantizer.amax` is the first entry of
     # the amax history.
@@ -115,10 +114,9 @@ def chunk_loss(
     by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
     gemm.matmul("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
     d_hidden.mul_(codes.rows_scale_inv[:, None])
-    gemm.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
-    if first:
-        head_pass.show_result("dgrad", d_hidden)
-        head_pass.show_result("wgrad", d_weight)
+    head_pass.show_result("dgrad", d_hidden)
+    by_columns = operand(None, codes.columns, codes.scale_inv)
+    head_pass.weight_gradient(by_columns, x, d_weight, overwrite=first)
     return losses
 
 

@@ -7,6 +7,8 @@ variables of the precision, and correct or refuse a topology that would not trai
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from accelerate.utils.environment import get_cpu_distributed_information
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.launch.environment import take_requested_precision, with_precision, with_topology
-from pretrain.model.distributed import check_offload
+from pretrain.model.distributed import check_offload, multiply_in_ieee_fp32
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
@@ -572,3 +574,24 @@ def test_processes_of_a_machine_without_a_gpu_train_on_its_cpu(tmp_path: Path) -
         environ = launch_variables(tmp_path, 4, machines=machines, distributed_type="MULTI_GPU")
         _, notices = correct(environ, has_gpu=False)
         assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(notices)
+
+
+def test_fp32_products_are_ieee_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    code = (
+        "import torch; from pretrain.model.distributed import multiply_in_ieee_fp32 as ieee\n"
+        "matmul = torch.backends.cuda.matmul; print(matmul.fp32_precision); ieee()\n"
+        "print(matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, env={**os.environ, variable: "1"}, check=True, capture_output=True, text=True
+    )
+    assert result.stdout.split() == ["tf32", "ieee", "ieee"]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    multiply_in_ieee_fp32()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(InputError, match="unset it"):
+        multiply_in_ieee_fp32()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,9 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, token_losses
+from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.conftest import QUANTIZED, emulation_of
 
 
 def problem(
@@ -92,6 +96,54 @@ def test_microbatches_are_summed_in_the_main_gradient(main: torch.dtype) -> None
     assert states.grad is not None
     tolerance = 1e-6 if main == torch.float32 else 2**-8
     assert relative_error(linear.weight.main_grad, expected) < tolerance
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(384, 128, 256, 0.1)
+    with torch.no_grad():
+        linear.weight.mul_(4)
+    # Gradients of all logits in FP64.
+    logits = F.linear(states.detach()[0].double(), linear.weight.detach().double())
+    logits.requires_grad_()
+    token_loss = F.cross_entropy(logits, labels[0], ignore_index=IGNORE, reduction="none")
+    (d_logits,) = torch.autograd.grad(token_loss.sum(), logits)
+    d_states = d_logits @ linear.weight.detach().double()
+
+    engine = emulation_of(precision)
+    context = PrecisionContext(engine, torch.bfloat16, low_precision=True)
+    head = LossHead(linear, LossSettings(chunk=128), context)
+    head.state.add(engine, 128, 256)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def recorded(logits: Tensor, labels: Tensor, *rest: Any, **options: Any) -> Tensor:
+        losses = real(logits, labels, *rest, **options)
+        seen.append((losses.clone(), logits.clone()))
+        return losses
+
+    real = loss.token_losses
+    monkeypatch.setattr(loss, "token_losses", recorded)
+    # Delayed scaling computes its scales in the first two passes.
+    for _ in range(3):
+        seen.clear()
+        states.grad = None
+        with engine.forward():
+            value = head(states, labels)
+        value.backward()
+    assert len(seen) == 3
+    assert value.item() == pytest.approx(token_loss.sum().item(), rel=0.03)
+    expected = zip(*(part.split(128) for part in (token_loss, d_logits, d_states)), strict=True)
+    for (losses, gradient), d_hidden, references in zip(
+        seen, states.grad[0].split(128), expected, strict=True
+    ):
+        assert losses.sum().item() == pytest.approx(references[0].sum().item(), rel=0.05)
+        for actual, reference in zip((gradient, d_hidden), references[1:], strict=True):
+            cosine = F.cosine_similarity(actual.double().flatten(), reference.flatten(), dim=0)
+            assert cosine > 0.9
+            assert relative_error(actual, reference) < 0.4
 
 
 class LargestResult(TorchDispatchMode):

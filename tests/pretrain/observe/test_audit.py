@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -28,9 +29,11 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.observe.audit import Entry, audit_products, is_expected
+from pretrain.observe.observers import Step
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm, TorchGemm
 from pretrain.precision.product import PrecisionContext
+from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -373,6 +376,24 @@ def test_a_head_that_is_unquantized_in_one_microbatch_is_found(
     monkeypatch.setattr(head, "forward", faulty_forward)
     message = refusal(run.confirm, entries)
     assert f"in microbatch {faulty + 1} of step 1: lm_head (dgrad not run" in message
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_precision_that_differs_from_the_schedule_is_found(
+    is_quantized: bool, small: Callable
+) -> None:
+    run = small("mxfp8", layers=1)
+    observer = run.observer_of(run.audit())
+    scheduled = active_in("current") if is_quantized else active_in("bf16", "torch")
+    schedule = PrecisionSchedule([(1, run.active), (None, scheduled)], 9)
+    observer.precision = replace(observer.precision, schedule=schedule)
+    step = Step(2, is_quantized, is_new=True, measures_operands=False)
+    assert observer.due(step)
+    with (
+        pytest.raises(InputError, match=f"schedule of the precision has '{scheduled.requested}'"),
+        observer.passes(step, run.step, 0),
+    ):
+        pass
 
 
 # ── Operands of another format ───────────────────────────────────────────────────────────

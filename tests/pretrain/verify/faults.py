@@ -6,7 +6,7 @@ run that has been built and undone on exit. `applies` says whether a run can hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation, gemm, product
+from pretrain.precision import delayed_state, emulation, gemm
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import LinearState
@@ -45,7 +45,8 @@ class Fault:
 
     `what` is the row of the fault in docs/developers/faults.md. `make` introduces the fault.
     `recompute` enables activation checkpointing. `weights` lists the ways of storing weights to
-    try. `kind` is the model's architecture and `loss` the loss settings.
+    try. `kind` is the model's architecture and `loss` the loss settings. `run` has more arguments
+    of `build_run`.
     """
 
     what: str
@@ -55,11 +56,17 @@ class Fault:
     weights: Sequence[str] = ("fp32",)
     kind: str = "qwen3"
     loss: LossSettings | None = None
+    run: Mapping[str, Any] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `build_run` for a run that has this fault."""
-        return {"kind": self.kind, "recompute": self.recompute, "loss": self.loss}
+        return {
+            "kind": self.kind,
+            "recompute": self.recompute,
+            "loss": self.loss,
+            **(self.run or {}),
+        }
 
     @contextmanager
     def entered(self, run: SmallRun) -> Iterator[None]:
@@ -432,8 +439,7 @@ fault("one weight's gradient is 25 % too large")(
 
 @fault("a quantized weight keeps only the last microbatch's gradient", emulated)
 def only_last_microbatch(run: SmallRun, patch: Patch) -> None:
-    for module in (gemm, product):
-        patch.setattr(module, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
+    patch.setattr(gemm, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
 
 
 @fault("a square weight's gradient is accumulated transposed", emulated)

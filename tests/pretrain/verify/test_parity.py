@@ -22,6 +22,8 @@ from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
+from pretrain.model.packed import forward_backward
+from pretrain.observe.product_check import watching_histories
 from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.grouped import STACKS
@@ -37,6 +39,7 @@ from pretrain.verify.reference_model import (
     wrong_batches,
 )
 from tests.pretrain.verify.faults import FAULTS, Fault, changing_gradients, changing_inputs
+from tests.pretrain.verify.later_call_faults import halving_amax
 from tests.pretrain.verify.small_runs import CPU, MIXTURES, SmallRun, build_run, step_of
 
 LENGTH = 16
@@ -421,6 +424,19 @@ def test_histories_of_another_length_are_found(small: Small) -> None:
     settings = run.active.settings.model_copy(update={"amax_history_len": 16})
     run.active = replace(run.active, precision=replace(run.active.precision, settings=settings))
     assert any("delayed scaling" in line for line in run.parity().failures)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_wrong_histories_of_each_role_are_named(
+    role: str, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small("delayed")
+    halving_amax(role)(run, monkeypatch)
+    with watching_histories(run.packed.context, run.active) as wrong:
+        step = replace(run.step, microbatches=run.step.microbatches[:1])
+        forward_backward(run.model, step, run.accelerator)
+    linears = [name for name, decision in run.decisions.items() if decision.requested == "delayed"]
+    assert sorted(wrong) == sorted(f"{name} ({role})" for name in linears)
 
 
 # Messages

@@ -1,0 +1,121 @@
+"""Compare the loss of a low-precision LM head, and its gradients, with the products of the head.
+
+`ProductCheck` compares the products of the head. This check compares the computations between them
+in all chunks of tokens: the loss and the gradient of the logits with those of the observed logits
+and the labels of the batch, and the gradients of the hidden states and of the weight with the
+observed products. All values are rounded to BF16 and not to the low precision, so one small
+tolerance is sufficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from packing.arrow import IGNORE
+from packing.batch import StepBatches
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.observe.product_check import Compared
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.gemm import GemmKind
+from pretrain.precision.product import LinearPass, Probe
+from pretrain.verify.reference_model import losses_of
+
+# Tolerance of a value relative to its norm. BF16 has a relative rounding error of 2^-9.
+TOLERANCE = 2.0**-6
+# Number of rows of the weight whose gradient is compared.
+WORDS = 128
+
+
+def compare_values(name: str, actual: Tensor, expected: Tensor) -> Compared:
+    """Compare values that may differ only by roundings to BF16."""
+    norm = expected.norm().clamp(min=1e-30)
+    error = (torch.dist(actual.to(expected.dtype), expected) / norm).item()
+    return Compared.of(name, error, error / TOLERANCE)
+
+
+class HeadCheck(Probe):
+    """Probe that compares the losses and gradients of the LM head in the passes of a step."""
+
+    observes_results = True
+
+    def __init__(self, model: PackedLanguageModel, step: StepBatches) -> None:
+        """Create the check before the passes over the microbatches of `step`."""
+        self._head = model.hf.get_output_embeddings()
+        self._context = model.context
+        self._microbatches = iter(step.microbatches)
+        # Factor by which the summed loss of a microbatch is multiplied before backward.
+        self._factor = 1 / max(step.valid_tokens, 1)
+        # Labels of the tokens whose chunks follow.
+        self._labels = torch.empty(0)
+        # The result: one comparison for each value, microbatch and chunk.
+        self.compared: list[Compared] = []
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the passes in the caller's `with` statement."""
+        with (
+            self._context.probing(self),
+            self._head.register_forward_pre_hook(self._start),
+            self._head.register_forward_hook(self._end),
+        ):
+            yield
+
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
+    ) -> None:
+        """Compare the gradient of the logits of a chunk."""
+        if name == self._head.state.name and role == "grad_output":
+            gradient = values()
+            expected = torch.zeros_like(gradient)
+            expected[self._has_label] = self._d_logits.to(gradient.dtype)
+            self._compare("gradient of the logits", gradient, expected)
+
+    def result(
+        self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass
+    ) -> None:
+        """Compute the loss of a chunk's logits, or store the gradient of its hidden states."""
+        if name == self._head.state.name and gemm == "forward":
+            labels, self._labels = self._labels.tensor_split([len(result)])
+            self._has_label = labels != IGNORE
+            with torch.enable_grad():
+                logits = result[self._has_label].float().requires_grad_()
+                losses, _ = losses_of(logits, labels[self._has_label], self._head.settings)
+                loss = losses.sum()
+            (self._d_logits,) = torch.autograd.grad(loss, logits)
+            self._losses.append(loss.detach())
+        if name == self._head.state.name and gemm == "dgrad":
+            self._d_hidden.append(self._factor * result)
+        if name == self._head.state.name and gemm == "wgrad":
+            self._d_weights.append(self._factor * result[:WORDS])
+
+    def _start(self, head: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+        """Prepare for the chunks of a microbatch."""
+        hidden, _ = inputs
+        self._labels = next(self._microbatches).labels[0].to(hidden.device)
+        # Loss of each chunk, gradient of its hidden states, and gradient of the weight.
+        self._losses: list[Tensor] = []
+        self._d_hidden: list[Tensor] = []
+        self._d_weights: list[Tensor] = []
+        hidden.register_hook(self._compare_gradients)
+
+    def _end(self, head: nn.Module, inputs: tuple[Tensor, Tensor], loss: Tensor) -> None:
+        """Compare the loss of a microbatch."""
+        if self._losses:
+            self._compare("loss", loss.detach(), torch.stack(self._losses).sum())
+
+    def _compare_gradients(self, d_hidden: Tensor) -> None:
+        """Compare the gradients of a microbatch, after the backward of the head."""
+        if self._d_hidden:
+            expected = torch.cat(self._d_hidden)
+            self._compare("gradient of the hidden states", d_hidden.flatten(0, -2), expected)
+        # Later, the main gradient also contains that of a tied embedding.
+        if self._d_weights and self._context.first_microbatch and self._head.weight.requires_grad:
+            expected = torch.stack(self._d_weights).sum(0)
+            self._compare("gradient of the weight", self._head.weight.main_grad[:WORDS], expected)
+
+    def _compare(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        self.compared.append(compare_values(f"{self._head.state.name}: {what}", actual, expected))

@@ -1,0 +1,256 @@
+"""Faults of low-precision products that leave their first call or their usual part correct.
+
+They occur in later chunks of the LM head, in later microbatches, in experts with few tokens, in
+biases, or in later phases. Importing this module registers them with `faults.FAULTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundation.overrides import overridden
+from pretrain.model.loss import head as loss_head
+from pretrain.precision import delayed_state, emulation, gemm
+from pretrain.precision.emulation import EmulatedGemm, Operand
+from pretrain.precision.product import LinearFunction
+from pretrain.precision.schedule import PrecisionSchedule
+from tests.pretrain.conftest import active_in
+from tests.pretrain.verify.faults import TOKENS, Make, Patch, delayed, emulated, fault, quantized
+from tests.pretrain.verify.small_runs import SmallRun
+
+# ── Chunks of the head ──────────────────────────────────────────────────────────────────
+
+# With three packs in a microbatch, the head computes three chunks.
+fault_of_head = partial(fault, run={"packs_a_microbatch": 3, "scope": "linear+head"})
+ChunkLoss = Callable[..., Tensor]
+
+
+def in_later_chunks(change: Callable[..., Tensor]) -> Make:
+    """Return a fault of a low-precision head in all chunks but the first.
+
+    `change(chunk_loss, hidden, labels, d_hidden, d_weight, d_bias)` replaces the function of a
+    chunk.
+    """
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        @contextmanager
+        def changed(head: Any, low: Any, dtype: torch.dtype) -> Iterator[ChunkLoss]:
+            with differentiating(head, low, dtype) as chunk_loss:
+
+                def faulty(*arguments: Any, first: bool) -> Tensor:
+                    if first or not low:
+                        return chunk_loss(*arguments, first=first)
+                    return change(partial(chunk_loss, first=False), *arguments)
+
+                yield faulty
+
+        differentiating = loss_head._differentiating
+        patch.setattr(loss_head, "_differentiating", changed)
+
+    return make
+
+
+@fault_of_head("the labels are shifted in later chunks of a quantized head", quantized)
+@in_later_chunks
+def labels_shifted(chunk_loss: ChunkLoss, hidden: Tensor, labels: Tensor, *rest: Any) -> Tensor:
+    return chunk_loss(hidden, labels.roll(-1), *rest)
+
+
+@fault_of_head("the input's gradient is halved in later chunks of a quantized head", quantized)
+@in_later_chunks
+def d_hidden_halved(
+    chunk_loss: ChunkLoss, hidden: Tensor, labels: Tensor, d_hidden: Tensor, *rest: Any
+) -> Tensor:
+    losses = chunk_loss(hidden, labels, d_hidden, *rest)
+    d_hidden.div_(2)
+    return losses
+
+
+@fault_of_head("the gradient of a quantized head contains only the last chunk", quantized)
+@in_later_chunks
+def last_chunk_of_low_head(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
+    return chunk_loss(*arguments, first=True)
+
+
+@fault_of_head("the loss is halved in later chunks of a quantized head", quantized)
+@in_later_chunks
+def loss_halved(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
+    return chunk_loss(*arguments) / 2
+
+
+@fault_of_head("the logits are 10 % too large in later chunks of a quantized head", emulated)
+@in_later_chunks
+def logits_scaled(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
+    def scaled(logits: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return token_losses(logits.mul_(1.1), *rest, **options)
+
+    token_losses = loss_head.token_losses
+    with overridden(loss_head, token_losses=scaled):
+        return chunk_loss(*arguments)
+
+
+# ── Later microbatches ──────────────────────────────────────────────────────────────────
+
+
+@fault("quantized weights' gradients are 8 % too large in later microbatches", emulated)
+def later_gradients_too_large(run: SmallRun, patch: Patch) -> None:
+    def scaled(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
+        factor = 1.0 if run.packed.context.first_microbatch else 1.08
+        add_to(total, factor * gradient, overwrite=overwrite)
+
+    add_to = gemm.add_to
+    patch.setattr(gemm, "add_to", scaled)
+
+
+@fault("the tokens of the transposed input are shifted in later microbatches", emulated)
+def later_inputs_shifted(run: SmallRun, patch: Patch) -> None:
+    def shifted(gemm: EmulatedGemm, kind: str, *operands: Any) -> list[Operand]:
+        left, right = factors(gemm, kind, *operands)
+        if kind == "wgrad" and not run.packed.context.first_microbatch:
+            right = Operand(TOKENS(right.values), right.scale)
+        return [left, right]
+
+    factors = EmulatedGemm.factors
+    patch.setattr(EmulatedGemm, "factors", shifted)
+
+
+@fault("output gradients are not quantized in later microbatches", emulated)
+def later_gradients_unquantized(run: SmallRun, patch: Patch) -> None:
+    def unquantized(
+        gemm: EmulatedGemm, role: str, x: Tensor, along: str, scale: Tensor | None
+    ) -> Operand:
+        operand = quantize_along(gemm, role, x, along, scale)
+        if role != "grad_output" or run.packed.context.first_microbatch:
+            return operand
+        return Operand(x.float() if along == "features" else x.t().float(), None)
+
+    quantize_along = EmulatedGemm.quantize_along
+    patch.setattr(EmulatedGemm, "quantize_along", unquantized)
+
+
+# ── Experts with few tokens ─────────────────────────────────────────────────────────────
+
+
+def changing_grouped_products(
+    kind: str, change: Callable[[Tensor | Sequence[Tensor], list[int]], object]
+) -> Make:
+    """Return a fault that changes the results of the experts in one kind of grouped product.
+
+    `change(parts, by_tokens)` changes the experts' results in place. `by_tokens` has the experts
+    with tokens, the one with the fewest tokens first.
+    """
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        def changed(
+            gemm_kind: str, left: Operand, right: Operand, dtype: Any, ends: Tensor
+        ) -> Tensor:
+            cuts = ends.tolist()
+            if gemm_kind == "forward":
+                tokens = [part.any(1).sum() for part in left.values.tensor_split(cuts[:-1])]
+                used = [expert for expert, number in enumerate(tokens) if number]
+                by_tokens[tuple(cuts)] = sorted(used, key=tokens.__getitem__)
+            result = multiply(gemm_kind, left, right, dtype, ends)
+            if gemm_kind == kind:
+                parts = result if kind == "wgrad" else result.tensor_split(cuts[:-1])
+                change(parts, by_tokens[tuple(cuts)])
+            return result
+
+        by_tokens: dict[tuple[int, ...], list[int]] = {}
+        multiply = emulation.multiply_grouped
+        patch.setattr(emulation, "multiply_grouped", changed)
+
+    return make
+
+
+fault_of_experts = partial(fault, applies=emulated, kind="qwen3_moe")
+fault_of_experts("the forward results of the smallest expert are zero")(
+    changing_grouped_products("forward", lambda parts, by_tokens: parts[by_tokens[0]].zero_())
+)
+fault_of_experts("the input's gradient of the smallest expert is doubled")(
+    changing_grouped_products("dgrad", lambda parts, by_tokens: parts[by_tokens[0]].mul_(2))
+)
+fault_of_experts("the weight's gradient of the smallest expert is zero")(
+    changing_grouped_products("wgrad", lambda parts, by_tokens: parts[by_tokens[0]].zero_())
+)
+
+
+@fault_of_experts("two experts' weight gradients are exchanged")
+@partial(changing_grouped_products, "wgrad")
+def gradients_exchanged(parts: Any, by_tokens: list[int]) -> None:
+    smallest, next_one = by_tokens[:2]
+    parts[[smallest, next_one]] = parts[[next_one, smallest]]
+
+
+# ── Biases ──────────────────────────────────────────────────────────────────────────────
+
+
+def changing_biases(factor: float) -> Make:
+    """Return a fault that multiplies the biases of low-precision products by `factor`."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        def changed(left: Operand, right: Operand, dtype: Any, bias: Tensor | None) -> Tensor:
+            return multiply(left, right, dtype, None if bias is None else factor * bias)
+
+        multiply = emulation.multiply
+        patch.setattr(emulation, "multiply", changed)
+
+    return make
+
+
+fault_of_biases = partial(fault, applies=emulated, kind="gpt2")
+fault_of_biases("a quantized linear drops its bias")(changing_biases(0.0))
+fault_of_biases("a quantized linear adds its bias twice")(changing_biases(2.0))
+
+
+def changing_bias_gradients(factor: float) -> Make:
+    """Return a fault that multiplies the gradients of biases of low-precision linears."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        def changed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            dx, dw, db, rest = backward(ctx, dy)
+            is_changed = db is not None and ctx.linear_pass.gemm.quantizes
+            return dx, dw, factor * db if is_changed else db, rest
+
+        backward = LinearFunction.backward
+        patch.setattr(LinearFunction, "backward", staticmethod(changed))
+
+    return make
+
+
+fault_of_biases("the bias of a quantized linear has no gradient")(changing_bias_gradients(0.0))
+fault_of_biases("the gradient of a quantized linear's bias is doubled")(
+    changing_bias_gradients(2.0)
+)
+
+
+# ── Phases and histories ────────────────────────────────────────────────────────────────
+
+
+@fault("a phase has the precision of the phase before it", quantized)
+def precision_unchanged(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(PrecisionSchedule, "at", lambda schedule, step: active_in("bf16", "torch"))
+
+
+def halving_amax(role: str) -> Make:
+    """Return a fault that records half of the amax of the operands `role`."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        def halved(state: Any, module: int, recorded_role: str, amax: Tensor) -> None:
+            record(state, module, recorded_role, amax / 2 if recorded_role == role else amax)
+
+        record = delayed_state.DelayedState.record
+        patch.setattr(delayed_state.DelayedState, "record", halved)
+
+    return make
+
+
+fault("the amax histories of weights contain half of the amax", delayed)(halving_amax("weight"))
+fault("the amax histories of gradients contain half of the amax", delayed)(
+    halving_amax("grad_output")
+)
