@@ -5,8 +5,12 @@
 Every fault of `faults.py` is made in every precision that can have it, with and without fused
 layers. A fault of the update is also made for every way of storing weights. The audit and parity
 run first, then two training steps with the check of the update. Correct models of 4, 12 and 28
-layers and of four architectures must pass. This takes half an hour on two idle cores. The exit
-status is 1 if a fault is not caught or a correct model is rejected.
+layers and of four architectures must pass. This takes an hour on two idle cores. The exit status is
+1 if a fault is not caught or a correct model is rejected.
+
+`--results FILE` keeps each result, so that an interrupted command continues. `--part 1/2` and
+`--part 2/2` divide the work. The command prints the lists if FILE has all results. Files of several
+parts may be joined with `cat`.
 
 With `--device cuda` the products are computed by Transformer Engine, and the faults of
 `te_faults.py` are made too.
@@ -16,13 +20,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -187,13 +193,6 @@ def read_lists(text: str, precisions: Sequence[str]) -> dict[tuple[str, str], st
     return cells
 
 
-def row_of(number: int, precisions: Sequence[str], device: str) -> Row | None:
-    """Return the row of a fault, or None if it applies to no precision."""
-    fault = faults_on(device)[number]
-    cells = [who_catches(fault, name, device) for name in precisions]
-    return compact(fault.what, cells, precisions) if any(cells) else None
-
-
 def objections_to(
     layers: int, kind: str, precision: str, fused: bool, device: str = "cpu"
 ) -> tuple[str, ...]:
@@ -212,27 +211,82 @@ def objections_to(
         return caught_by(run)
 
 
-def rows_of_ranks(precisions: Sequence[str]) -> list[Row]:
-    """Return the rows of faults that need several processes."""
-    rows = []
-    of_topologies = [broken_ranks.start(topology, *precisions) for topology in ("ddp", "fsdp2")]
-    for failures_of in of_topologies:
-        assert not any(failures_of.pop("nothing").values()), "parity rejects correct runs"
-    for what in of_topologies[0]:
-        is_found = {
-            name: all(failures_of[what][name] for failures_of in of_topologies)
-            for name in precisions
-        }
-        cells = ["parity" if is_found[name] else NOTHING for name in precisions]
-        rows.append(compact(what, cells, precisions))
-    found, _ = broken_ranks.printed_by_ranks(sharding_faults.find_faults, "fsdp2", precisions)
-    assert not any(found.pop("nothing").values()), "the checks reject correct sharded runs"
-    for what, checks in found.items():
-        cells = [
-            (named(checks[name]) or NOTHING) if name in checks else None for name in precisions
+def found_by_ranks(topology: str, precision: str) -> dict[str, str]:
+    """Return the checks that find the faults of two ranks in parity, by fault."""
+    failures_of = broken_ranks.start(topology, precision)
+    assert not any(failures_of.pop("nothing").values()), "parity rejects correct runs"
+    return {
+        what: "parity" if failures[precision] else NOTHING for what, failures in failures_of.items()
+    }
+
+
+def found_in_shards(precision: str) -> dict[str, str]:
+    """Return the checks that find the faults of sharded runs, by fault."""
+    ranks = broken_ranks.printed_by_ranks(sharding_faults.find_faults, "fsdp2", [precision])
+    checks_of = ranks[0]
+    assert not any(checks_of.pop("nothing").values()), "the checks reject correct sharded runs"
+    return {what: named(checks[precision]) or NOTHING for what, checks in checks_of.items()}
+
+
+# A call: the name of a function above, followed by its arguments.
+Call = tuple[Any, ...]
+
+
+def calls(device: str, precisions: Sequence[str], depths: Sequence[int]) -> list[Call]:
+    """Return the calls whose results make up the page. The longest calls come first."""
+    correct = [
+        ("objections_to", layers, kind, precision, fused, device)
+        for layers in sorted(depths, reverse=True)
+        for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
+        if precision in precisions
+    ]
+    faults = [
+        ("who_catches", fault.what, name, device)
+        for fault in faults_on(device)
+        for name in precisions
+    ]
+    ranks: list[Call] = []
+    if device == "cpu":
+        ranks += [("found_in_shards", name) for name in precisions]
+        ranks += [
+            ("found_by_ranks", kind, name) for kind in ("ddp", "fsdp2") for name in precisions
         ]
-        rows.append(compact(what, cells, precisions))
-    return rows
+    return ranks + correct + faults
+
+
+def result_of(call: Call) -> Any:
+    """Return the result of a call, as JSON represents it."""
+    name, *arguments = call
+    if name == "who_catches":
+        what, precision, device = arguments
+        fault = next(fault for fault in faults_on(device) if fault.what == what)
+        return who_catches(fault, precision, device)
+    return json.loads(json.dumps(globals()[name](*arguments)))
+
+
+def page(results: Mapping[Call, Any], device: str, precisions: Sequence[str]) -> str:
+    """Return the text of docs/developers/faults.md between its marks."""
+    cells: dict[str, dict[str, str | None]] = {}
+    for fault in faults_on(device):
+        cells[fault.what] = {
+            name: results["who_catches", fault.what, name, device] for name in precisions
+        }
+    for (function, *arguments), found in results.items():
+        if function in {"found_by_ranks", "found_in_shards"}:
+            for what, checks in found.items():
+                # A fault counts as found if all topologies find it.
+                row = cells.setdefault(what, dict.fromkeys(precisions))
+                row[arguments[-1]] = NOTHING if row[arguments[-1]] == NOTHING else checks
+    rows = [
+        compact(what, [row[name] for name in precisions], precisions)
+        for what, row in cells.items()
+        if any(row.values())
+    ]
+    correct = {call: found for call, found in results.items() if call[0] == "objections_to"}
+    depths = ", ".join(map(str, sorted({call[1] for call in correct})))
+    passed = f"{sum(not found for found in correct.values())} of {len(correct)} pass"
+    models = ", ".join(ARCHITECTURES)
+    return f"{lists(rows)}\n\nWithout a fault, {depths} layers of {models}: {passed}"
 
 
 def main() -> int:
@@ -252,34 +306,41 @@ def main() -> int:
         help="layers of the correct models",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument(
+        "--results", type=Path, help="file of results, one a line; calls in it are not repeated"
+    )
+    parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
     arguments = parser.parse_args()
     device = arguments.device
     precisions = arguments.precisions or precisions_on(device)
-    healthy = [
-        (layers, kind, precision, fused)
-        for layers in arguments.depths
-        for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
-        if precision in precisions
-    ]
+    needed = calls(device, precisions, arguments.depths)
+    results: dict[Call, Any] = {}
+    if arguments.results and arguments.results.exists():
+        for line in arguments.results.read_text(encoding="utf-8").splitlines():
+            call, found = json.loads(line)
+            results[tuple(call)] = found
+    part, parts = map(int, arguments.part.split("/"))
+    missing = [call for call in needed[part - 1 :: parts] if call not in results]
     with ProcessPoolExecutor(
         arguments.jobs,
         mp_context=get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(1,),
     ) as pool:
-        of_faults = pool.map(
-            partial(row_of, precisions=precisions, device=device), range(len(faults_on(device)))
-        )
-        objections = list(
-            pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True))
-        )
-        rows = list(filter(None, of_faults))
-    rows += rows_of_ranks(precisions) if device == "cpu" else []
-    depths = ", ".join(map(str, arguments.depths))
-    passed = f"{objections.count(())} of {len(healthy)} pass"
-    print(lists(rows))
-    print(f"\nWithout a fault, {depths} layers of {', '.join(ARCHITECTURES)}: {passed}")
-    return int(any(NOTHING in found for _, _, found in rows) or any(objections))
+        running = {pool.submit(result_of, call): call for call in missing}
+        for future in as_completed(running):
+            call = running[future]
+            results[call] = future.result()
+            if arguments.results:
+                with arguments.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([call, results[call]]) + "\n")
+    if not results.keys() >= {*needed}:
+        print(f"{len(needed) - len(results)} results are missing", file=sys.stderr)
+        return 0
+    text = page({call: results[call] for call in needed}, device, precisions)
+    print(text)
+    is_rejected = any(results[call] for call in needed if call[0] == "objections_to")
+    return int(NOTHING in text or is_rejected)
 
 
 if __name__ == "__main__":
