@@ -9,6 +9,7 @@ tolerance is sufficient.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -77,45 +78,47 @@ class HeadCheck(Probe):
     def result(
         self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass
     ) -> None:
-        """Compute the loss of a chunk's logits, or store the gradient of its hidden states."""
-        if name == self._head.state.name and gemm == "forward":
-            labels, self._labels = self._labels.tensor_split([len(result)])
-            self._has_label = labels != IGNORE
-            with torch.enable_grad():
-                logits = result[self._has_label].float().requires_grad_()
-                losses, _ = losses_of(logits, labels[self._has_label], self._head.settings)
-                loss = losses.sum()
-            (self._d_logits,) = torch.autograd.grad(loss, logits)
-            self._losses.append(loss.detach())
-        if name == self._head.state.name and gemm == "dgrad":
-            self._d_hidden.append(self._factor * result)
-        if name == self._head.state.name and gemm == "wgrad":
-            self._d_weights.append(self._factor * result[:WORDS])
+        """Compute the loss of a chunk's logits and its gradient, or store other gradients."""
+        if name != self._head.state.name:
+            return
+        if gemm != "forward":
+            rows = WORDS if gemm == "wgrad" else None
+            self._gradients[gemm].append(self._factor * result[:rows])
+            return
+        labels, self._labels = self._labels.tensor_split([len(result)])
+        self._has_label = labels != IGNORE
+        with torch.enable_grad():
+            logits = result[self._has_label].float().requires_grad_()
+            losses, _ = losses_of(logits, labels[self._has_label], self._head.settings)
+            loss = losses.sum()
+        (self._d_logits,) = torch.autograd.grad(loss, logits)
+        self._loss += loss.detach()
 
     def _start(self, head: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
         """Prepare for the chunks of a microbatch."""
         hidden, _ = inputs
         self._labels = next(self._microbatches).labels[0].to(hidden.device)
-        # Loss of each chunk, gradient of its hidden states, and gradient of the weight.
-        self._losses: list[Tensor] = []
-        self._d_hidden: list[Tensor] = []
-        self._d_weights: list[Tensor] = []
+        self._loss = torch.zeros((), device=hidden.device)
+        # Gradients of hidden states and of the first rows of the weight, for each chunk.
+        self._gradients: dict[GemmKind, list[Tensor]] = defaultdict(list)
         hidden.register_hook(self._compare_gradients)
 
     def _end(self, head: nn.Module, inputs: tuple[Tensor, Tensor], loss: Tensor) -> None:
         """Compare the loss of a microbatch."""
-        if self._losses:
-            self._compare("loss", loss.detach(), torch.stack(self._losses).sum())
+        if self._gradients:
+            self._compare("loss", loss.detach(), self._loss)
 
     def _compare_gradients(self, d_hidden: Tensor) -> None:
         """Compare the gradients of a microbatch, after the backward of the head."""
-        if self._d_hidden:
-            expected = torch.cat(self._d_hidden)
-            self._compare("gradient of the hidden states", d_hidden.flatten(0, -2), expected)
+        if not self._gradients:
+            return
+        expected = torch.cat(self._gradients["dgrad"])
+        self._compare("gradient of the hidden states", d_hidden.flatten(0, -2), expected)
+        weight = self._head.weight
         # Later, the main gradient also contains that of a tied embedding.
-        if self._d_weights and self._context.first_microbatch and self._head.weight.requires_grad:
-            expected = torch.stack(self._d_weights).sum(0)
-            self._compare("gradient of the weight", self._head.weight.main_grad[:WORDS], expected)
+        if self._context.first_microbatch and weight.requires_grad:
+            expected = torch.stack(self._gradients["wgrad"]).sum(0)
+            self._compare("gradient of the weight", weight.main_grad[:WORDS], expected)
 
     def _compare(self, what: str, actual: Tensor, expected: Tensor) -> None:
         self.compared.append(compare_values(f"{self._head.state.name}: {what}", actual, expected))

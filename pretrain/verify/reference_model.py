@@ -268,7 +268,8 @@ def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
     log_p = torch.log_softmax(logits, dim=-1)
     if loss.penalty == "neg_entropy":
         return -(log_p.exp() * log_p).sum(dim=-1)
-    return 1 - log_p.exp().amax(dim=-1)
+    # If several words are likeliest, the gradient is that of the first one, as in training.
+    return 1 - log_p.exp().max(dim=-1).values
 
 
 def _router_loss(plain: PreTrainedModel, logits: Tensor) -> Tensor:
