@@ -78,8 +78,8 @@ NOISE_ON_ZEROS = 0.01
 # likely, but no single token is certain.
 LOGITS = 3.0
 # Allowed relative difference on a GPU between a gradient of one pass over several microbatches, and
-# the sum of gradients from one pass per microbatch. The measured difference between two equal
-# passes may be 12 to 24 % in FP8. If it is larger, NOISE_LEEWAY times this difference is allowed.
+# the sum of gradients from one pass per microbatch. If two equal passes differ by a larger share,
+# NOISE_LEEWAY times their difference is allowed.
 SUMS_APART = 0.4
 NOISE_LEEWAY = 3.0
 # Map the dtype of the gradients to the allowed difference on a CPU.
