@@ -1,6 +1,4 @@
-"""`python -m pretrain doctor`: print which precisions work on this machine, and a GPU's rates.
-
-The rates of a GPU are measured first, and stored (`pretrain.metrics.card_rates`).
+"""`python -m pretrain doctor`: print which precisions work on this machine.
 
 A library may report that a device supports a precision although the products of this precision fail
 on the device. So the doctor trains a model of one layer for a few steps in each precision (a
@@ -21,18 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from foundation.errors import InputError
-from foundation.gpus import link_between_gpus
 from foundation.progress import say
-from foundation.units import TERA, UNKNOWN, markdown, percent
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import Launch, find_configuration
 from pretrain.launch.processes import Training, start_training
-from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
-from pretrain.metrics.cards import card_of
-from pretrain.metrics.rate_measurement import measure_rates
 from pretrain.metrics.run_folder import version_of
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
@@ -80,8 +71,6 @@ def main(options: argparse.Namespace) -> int:
         f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}",
         flush=True,
     )
-    if gpu:
-        report_rates()
     # Map each precision to the reason why the hardware does not support it, or to None.
     reasons = {
         name: missing(precision) if isinstance(precision, QuantizedPrecision) else None
@@ -111,43 +100,6 @@ def main(options: argparse.Namespace) -> int:
         if name not in tried:
             print(f"{name}: {engine_of(name, reasons[name])}; not tried")
     return int(has_failed)
-
-
-def report_rates() -> None:
-    """Measure, print and store the rates of this machine's GPUs. Print the error if this fails."""
-    try:
-        rates = measure_rates()
-        print(rates_table(rates), end="\n\n")
-        if rates.nccl:
-            print(f"Link between the GPUs: {link_between_gpus() or 'not known'}.")
-        write_rates(rates)
-        print(f"Stored in {rates_file(rates.device)} for predictions of plan, which and train.")
-    except (InputError, ProcessRaisedException, ProcessExitedException) as error:
-        # The last line of a ProcessRaisedException is the error of the process.
-        print(f"No card rates are stored: {str(error).strip().splitlines()[-1]}")
-
-
-def rates_table(rates: CardRates) -> str:
-    """Return a table of the rates of a GPU, with their shares of the rates in the data sheet."""
-
-    def share(rate: float, peak: str) -> str:
-        best = getattr(card_of(rates.device), peak, None)
-        return f"{percent(rate / TERA / best)} of {peak}" if best else UNKNOWN
-
-    peaks = {name: "fp8" if PRECISIONS[name].quantized else "bf16" for name in rates.gemm}
-    rows = [
-        *(
-            (f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share(rate, peaks[name]))
-            for name, rate in rates.gemm.items()
-        ),
-        ("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", share(rates.bandwidth, "bandwidth")),
-        ("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN),
-        *(
-            (f"{message} bytes", f"{rate / 1e9:,.0f} GB/s", UNKNOWN)
-            for message, rate in rates.nccl.items()
-        ),
-    ]
-    return markdown((rates.device, "rate", "of the data sheet"), rows)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:

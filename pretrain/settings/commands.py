@@ -254,11 +254,10 @@ EVALUATE = Command(
 DOCTOR = Command(
     CommandParser,
     "pretrain.run.doctor:main",
-    """Test which precisions work on this machine, and measure the rates of a GPU.
+    """Test which precisions work on this machine.
 
-    First, the sustained rates of a GPU are measured and stored: GEMMs, memory, kernel launches, and
-    NCCL between several GPUs. Then a model of one layer is trained in each precision for a few
-    steps. Before the first step, its loss and gradients are compared with plain transformers.
+    A model of one layer is trained in each precision for a few steps. Before the first step, its
+    loss and gradients are compared with plain transformers.
     """,
     option(
         "--precisions",

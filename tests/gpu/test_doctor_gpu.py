@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from benchmarks import operand_bits
-from foundation.units import TERA
 from pretrain import __main__ as commands
-from pretrain.metrics import card_rates
-from pretrain.metrics.card_rates import read_rates
-from pretrain.metrics.cards import card_of
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.gpu.conftest import needs
@@ -47,11 +41,7 @@ def test_the_librarys_operands_equal_ours_bit_for_bit(name: str) -> None:
     assert [operand for operand in operands if not operand_bits.equal(operand)] == []
 
 
-def test_doctor_prints_engines_and_stores_rates_of_this_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rates lie between a fifth of the data sheet's peak and a little more than the peak."""
-    monkeypatch.setattr(card_rates, "CACHE", tmp_path)
+def test_doctor_prints_engines_of_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     precisions = [
         "bf16",
         "mxfp4",
@@ -62,16 +52,3 @@ def test_doctor_prints_engines_and_stores_rates_of_this_gpu(
     assert all(f"\n{name}: " in output for name in precisions)
     assert "Traceback" not in output
     assert "\nmxfp4: emulation; it needs" in output
-    device = torch.cuda.get_device_name()
-    rates = read_rates(device)
-    assert rates is not None
-    supported = [name for name in AVAILABLE if not unavailable_because(PRECISIONS[name])]
-    assert list(rates.gemm) == ["bf16", *supported]
-    for name, rate in rates.gemm.items():
-        best = getattr(card_of(device), "fp8" if PRECISIONS[name].quantized else "bf16", None)
-        if best:
-            assert 0.2 < rate / TERA / best < 1.2, name
-    assert 1e11 < rates.bandwidth < 2e13
-    assert 1e-7 < rates.launch < 1e-4
-    several = torch.cuda.device_count() > 1
-    assert len(rates.nccl) == 9 * several
