@@ -40,37 +40,6 @@ def used_memory() -> list[float]:
     return []
 
 
-def load_of(index: int) -> tuple[int, float]:
-    """Return two figures of a visible GPU: its number of processes, and its idle share of the time.
-
-    NVML measures the share over the last second or less. Return (1, 0.0) if NVML does not know the
-    load of the GPU.
-    """
-    with suppress(pynvml.NVMLError, IndexError):
-        gpu = _handle(visible_gpus()[index])
-        return (
-            # In a container, NVML may not list the process that asks.
-            max(1, len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))),
-            1 - pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-        )
-    return 1, 0.0
-
-
-def link_between_gpus() -> str | None:
-    """Return "NVLink" if NVLink connects the first of several GPUs to all others, else "PCIe".
-
-    Return None if NVML does not know the link.
-    """
-    with suppress(pynvml.NVMLError, ValueError):
-        first, *peers = map(_handle, visible_gpus())
-        statuses = {
-            pynvml.nvmlDeviceGetP2PStatus(first, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            for peer in peers
-        }
-        return "NVLink" if statuses == {pynvml.NVML_P2P_STATUS_OK} else "PCIe"
-    return None
-
-
 def _count_by_cuda() -> int:
     """Return the number of visible GPUs that CUDA's driver reports, 0 if there is no driver."""
     count = ctypes.c_int()

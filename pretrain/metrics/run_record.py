@@ -67,10 +67,10 @@ Record = Mapping[str, Any]
 def kind(record: Record) -> str:
     """Return the kind of a line in metrics.jsonl.
 
-    The kind is "step", or the event of the line: "evaluation", "served", "samples", "speed",
-    "rollback" or "halted". A rollback removes the lines of abandoned steps and events from the file
-    and stores them in its own line, under `abandoned`. Therefore each step that was not abandoned
-    has exactly one line.
+    The kind is "step", or the event of the line: "evaluation", "served", "samples",
+    "rollback" or "halted". Runs of earlier versions have the event "speed" too. A rollback removes
+    the lines of abandoned steps and events from the file and stores them in its own line, under
+    `abandoned`. Therefore each step that was not abandoned has exactly one line.
     """
     return record.get("event", "step")
 

@@ -22,7 +22,7 @@ def width() -> int:
 def render(plan: Plan, *, brief: bool = False) -> str:
     """Return the plan as text, with a few lines for each subject.
 
-    With `brief`, the text has only the total memory, without its parts.
+    With `brief`, the text has neither the predicted time nor the parts of the memory.
     """
     emulated = ", emulated" if plan.emulated else ""
     title = (
@@ -34,7 +34,7 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "step": [_step_line(plan)],
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
-        "time": [_time_line(plan)],
+        "time": [] if brief else [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
     }

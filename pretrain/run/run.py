@@ -8,7 +8,6 @@ scaling from its checkpoint. In both cases the run repeats the uninterrupted run
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ import yaml
 from accelerate import Accelerator
 
 from foundation.files import replace_file, write_json
-from foundation.gpus import load_of
 from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -35,11 +33,9 @@ from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.plan.rendering import render
-from pretrain.plan.speed import Prediction
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
-from pretrain.run.speed_check import COMPARED, compare, line_about_attention, predict_phase
 from pretrain.run.tokenizer import fingerprint_in_use
 from pretrain.settings.config import resolved
 
@@ -66,10 +62,6 @@ class Run:
     console: Console
     observers: Observers = field(init=False)
     graphs: MicrobatchGraphs = field(init=False)
-    # The predicted speed in the precision of this process's first step.
-    prediction: Prediction = field(init=False)
-    # The records of the last COMPARED steps of this process.
-    recent_steps: deque[Record] = field(default_factory=lambda: deque(maxlen=COMPARED))
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
     # (`checkpoint.best`).
     best: Record | None = None
@@ -111,9 +103,8 @@ class Run:
         notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
-        self.prediction = predict_phase(self.job, self.resumed_step + 1, self.job.attention.name)
-        if line := line_about_attention(self.job, self.resumed_step + 1):
-            self.console.notice(line)
+        if "needs the package flash-attn-4" in self.job.attention.reason:
+            self.console.notice(f"attention: the {self.job.attention.reason}")
         self._take_over_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",
@@ -258,8 +249,6 @@ class Run:
     def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
         """Log a step to metrics.jsonl and the trackers, and print every `log.every`th step.
 
-        After COMPARED steps, also compare the measured speed with the predicted speed.
-
         figures: the metrics of the step, from `record_of_step`.
         data_wait_ms: the time that the step has waited for packs, in milliseconds.
         """
@@ -268,21 +257,6 @@ class Run:
         self.console.step(
             record, show=is_due(self.state.step, self.job.recipe.log.every) or self.state.finished
         )
-        self.recent_steps.append(record)
-        if (
-            self.prediction.bar
-            and self.state.step == self.resumed_step + COMPARED
-            # The prediction is for the precision of the first step.
-            and record.get("precision") == self.recent_steps[0].get("precision")
-        ):
-            event = compare(
-                self.prediction,
-                self.recent_steps,
-                self.assembly.shared_audit["cuda_graphs"],
-                *load_of(self.accelerator.device.index or 0),
-            )
-            self.trackers.log(event)
-            self.console.notice(event["text"])
 
 
 def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:

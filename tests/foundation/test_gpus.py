@@ -9,12 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from foundation.gpus import (
-    link_between_gpus,
-    load_of,
-    used_memory,
-    visible_gpus,
-)
+from foundation.gpus import used_memory, visible_gpus
 
 USED = {0: 1, 1: 2, "GPU-3f5c": 3}
 
@@ -107,34 +102,3 @@ def test_a_machine_without_gpus_has_none(
     without_nvml(monkeypatch, driver)
     assert visible_gpus() == []
     assert used_memory() == []
-    assert link_between_gpus() is None
-    assert load_of(0) == (1, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("status", "link"),
-    [(pynvml.NVML_P2P_STATUS_OK, "NVLink"), (pynvml.NVML_P2P_STATUS_NOT_SUPPORTED, "PCIe")],
-)
-def test_nvlink_is_told_from_pcie(
-    status: int, link: str, two_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda first, other, index: status)
-    assert link_between_gpus() == link
-
-
-@pytest.mark.parametrize(
-    ("index", "pids", "load"),
-    [(0, [7], (1, 0.25)), (1, [7, 8], (2, 0.25)), (1, [], (1, 0.25)), (2, [7], (1, 0.0))],
-    ids=["alone", "shared", "hidden by a container", "no such GPU"],
-)
-def test_the_load_of_a_gpu_is_its_processes_and_idle_time(
-    index: int,
-    pids: list[int],
-    load: tuple[int, float],
-    two_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rates = SimpleNamespace(gpu=75)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: rates)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: pids)
-    assert load_of(index) == load

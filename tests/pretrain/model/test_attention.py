@@ -267,6 +267,8 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
         attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there")
     )
     assert {chosen(dim=dim) for dim in (64, 128)} == {"cudnn"}
+    choice = attention.choose("auto", "cuda", 128, torch.bfloat16, 4096.0)
+    assert "; flash_attn needs the package flash-attn-4 (pip install -r " in choice.reason
     assert {chosen(dim=dim) for dim in (32, 96, 136, 256)} == {"varlen"}
     with pytest.raises(InputError, match=r"model.attention: flash_attn"):
         chosen("flash_attn")
