@@ -42,7 +42,7 @@ from pretrain.compare.figures import picture_of_run
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.run_folder import RunFolder, check_free
+from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import last_screen, read_finished, read_run
 from pretrain.metrics.trackers import JsonlTracker, Trackers
 from pretrain.model import distributed
@@ -69,6 +69,7 @@ from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, open_console, recorder_of, report_if_finished
+from pretrain.run.stored_run import check_free, open_run_folder
 
 # Threshold of garbage collection for the oldest generation. No training reaches it, so Python does
 # not collect this generation.
@@ -117,7 +118,9 @@ def launch(arguments: argparse.Namespace) -> int:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(
-            lambda: RunFolder(run_dir, owner=is_main_process, address=address)
+            lambda: open_run_folder(
+                job, address, arguments.resume, arguments.accept_changes, owner=is_main_process
+            )
         ) as folder,
         startup.explaining_errors(),
     ):
@@ -244,6 +247,7 @@ def build(
         console=console,
     )
     if source:
+        distributed.refused_together(lambda: folder.go_back(state.step))
         checkpoints.abandon_newer(state.step)
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(

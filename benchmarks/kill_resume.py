@@ -45,13 +45,14 @@ import yaml
 
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start
 from foundation.files import find_damage, write_json
-from foundation.storage import StoredRun, path_for
+from foundation.storage import path_for
 from packing import arrow
 from packing.arrow import Pack
 from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.format import read_manifest
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
+from pretrain.run.stored_run import StoredRun
 
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
 LENGTH = 64

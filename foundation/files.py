@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import xxhash
 
@@ -30,6 +31,8 @@ NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
 PARTIAL = ".partial"
 # Lock file in a folder that is not complete yet. The process that writes the folder holds the lock.
 _LOCK = ".lock"
+# Content of a lock file, unless the file is empty.
+_HOLDER = re.compile(r"process \d+ on .*")
 # Folder of results that are computed again if their files are deleted.
 CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "pretrain")
 
@@ -70,13 +73,35 @@ def fsync_tree(folder: Path) -> None:
             fsync(Path(directory, name))
 
 
+def without_links(name: str, flags: int) -> int:
+    """Open a file of this package. This is an `opener` of Python's `open`.
+
+    Raises OSError if `name` is a link. A folder that was copied from elsewhere may contain links to
+    files outside of it, which must not be changed.
+    """
+    # Without O_NONBLOCK, opening a named pipe may wait for its reader.
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder with its content. Of a link, delete only the link itself.
+
+    Raises OSError if a file cannot be deleted.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` and flush the file.
 
     A crash may leave a partial file. Use this function only in a folder that is renamed to its
     final name when the folder is complete.
     """
-    path.write_bytes(data)
+    with open(path, "wb", opener=without_links) as file:
+        file.write(data)
     fsync(path)
 
 
@@ -100,37 +125,49 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Context manager that creates the folder `path` with all its files, or not at all.
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Context manager that yields a hidden folder beside `path`, and deletes it at the end.
 
-    Yields a hidden folder beside `path`. The caller writes its files there. At the end of the
-    caller's `with` statement, the files are flushed, and the hidden folder is renamed to `path`. If
-    an exception is raised, the hidden folder is removed. Hidden folders of killed processes are
-    removed too. Those of running processes are locked and stay.
-
-    With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
-    OSError is raised if `path` exists and is not an empty folder.
+    Hidden folders of killed processes are deleted too. Those of running processes are locked and
+    stay.
     """
     pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.writing"
     for lock in path.parent.glob(f"{pattern}/{_LOCK}"):
-        # Another process creates an empty file before it locks the file.
-        if lock.stat().st_size and not is_locked(lock):
+        with suppress(OSError), open(lock, "rb+", opener=without_links) as file:
+            # Another process may have created this file without having locked it yet. While the
+            # file is locked here, that process waits. `locked` then creates the folder again.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     # The name is random, so that it is neither the name of a user's folder nor of another process.
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     with locked(folder / _LOCK, str):
         try:
             yield folder
-            fsync_tree(folder)
-            if replace:
-                shutil.rmtree(path, ignore_errors=True)
-            folder.rename(path)
-            # Keep the lock file until here: without it, the folder would count as abandoned.
-            (path / _LOCK).unlink()
-            fsync(path.parent)
         finally:
             # An incomplete folder would take space on a full disk. A renamed folder stays.
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Context manager that creates the folder `path` with all its files, or not at all.
+
+    Yields a hidden folder beside `path` (`scratch_folder`). The caller writes its files there. At
+    the end of the caller's `with` statement, the files are flushed, and the hidden folder is
+    renamed to `path`. If an exception is raised, the hidden folder is removed.
+
+    With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
+    OSError is raised if `path` exists and is not an empty folder.
+    """
+    with scratch_folder(path) as folder:
+        yield folder
+        fsync_tree(folder)
+        if replace:
+            shutil.rmtree(path, ignore_errors=True)
+        folder.rename(path)
+        # Keep the lock file until here: without it, the folder would count as abandoned.
+        (path / _LOCK).unlink()
+        fsync(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -191,6 +228,8 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 
     def damage(record: FileRecord) -> str | None:
         path = folder / record.name
+        if os.path.isabs(record.name) or ".." in record.name.split("/"):
+            return f"{record.name}: is not a file in this folder"
         if not path.is_file():
             return f"{record.name}: missing"
         size = path.stat().st_size
@@ -233,34 +272,57 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
             exception to give up. If it returns, `locked` waits for the lock.
 
     Raises:
-        InputError: The lock file cannot be created.
+        InputError: The lock file cannot be created or locked, or it is another program's file.
     """
-    with as_input_error((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
+    remedy = "choose another folder"
+    with as_input_error((OSError,), f"{path}: cannot be locked", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    has_locks = True
+        file = open(path, "a+", opener=without_links, encoding="utf-8")  # noqa: SIM115
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            when_held(file.read() or "another process")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NOT_IMPLEMENTED:
-                raise
-            warnings.warn(
-                f"{path}: this file system has no locks; do not start a second command that uses "
-                "this folder",
-                stacklevel=3,
-            )
-            has_locks = False
-        # Replace the content of the lock file by the name of this process. On a full disk the file
-        # stays empty, and other processes report "another process" as the name.
-        file.truncate(0)
-        with suppress(OSError):
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with as_input_error((OSError, UnicodeError), f"{path}: cannot be locked", remedy):
+            has_locks = _lock(file, path, when_held)
+        if path.exists() and os.path.samefile(path, file.fileno()):
+            # Replace the content of the lock file by the name of this process. On a full disk the
+            # file stays empty, and other processes report "another process" as the name.
+            file.truncate(0)
+            with suppress(OSError):
+                os.write(file.fileno(), process_name().encode())
+            yield has_locks
+            return
+    # The process that held the lock has deleted the file.
+    with locked(path, when_held) as has_locks:
         yield has_locks
+
+
+def _lock(file: TextIO, path: Path, when_held: Callable[[str], object]) -> bool:
+    """Lock the open file `path`. Return False if the file system has no locks."""
+    file.seek(0)
+    holder = file.read(300)
+    if holder and not _HOLDER.fullmatch(holder):
+        raise InputError(
+            f"{path}: this file is not a lock file of this program; either move it away, or choose "
+            "another folder"
+        )
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        when_held(holder or "another process")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NOT_IMPLEMENTED:
+            raise
+        warnings.warn(
+            f"{path}: this file system has no locks; do not start a second command that uses "
+            "this folder",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def process_name() -> str:
+    """Return the name of this process in messages: "process 4711 on node3"."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def is_locked(path: Path, *, without_locks: bool = True) -> bool:

@@ -74,10 +74,14 @@ class Settings(BaseModel):
 def at_home(value: Any) -> Any:
     """Expand `~` at the beginning of a text, or remove `file://`. Return other values unchanged.
 
+    Raises InputError if the text is an address that may contain a secret.
+
     A shell does not expand `~/` inside of an argument such as `data.packs=~/packs`, and a recipe is
     not read by a shell.
     """
-    return os.path.expanduser(value.removeprefix("file://")) if isinstance(value, str) else value
+    if not isinstance(value, str) or is_address(value):
+        return value
+    return os.path.expanduser(value.removeprefix("file://"))
 
 
 def with_escapes(text: str) -> str:

@@ -12,7 +12,6 @@ hub is read from the file that contains this offset.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import is_locked, locked
+from foundation.files import is_locked, locked, remove_tree
 from foundation.progress import Progress, say
 from packing.arrow import FIRST, MANIFEST
 from packing.chunks import Counts, Offset, Tokens, require_documents
@@ -183,8 +182,10 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
     ):
         if path.name not in kept:
             # Delete the manifest first, because a part without a manifest is treated as absent.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            if not path.is_symlink():
+                (path / MANIFEST).unlink(missing_ok=True)
+            with suppress(OSError):
+                remove_tree(path)
     return starts
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError, as_input_error
-from foundation.files import fsync_tree, hash_of, locked, write_json
+from foundation.files import fsync_tree, hash_of, locked, without_links, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from foundation.storage import is_address
@@ -32,7 +32,7 @@ from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import CHAT_TEMPLATE, Records, chat_template, records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
-from packing.store import all_parts, find_splits, folder_of, is_there
+from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.tokenizer import load_tokenizer
 
 # Least number of seconds between two commits of tokens.
@@ -66,6 +66,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     # copy objects of object storage at the same time.
     if os.environ.get("WORLD_SIZE", "1") == "1":
         check_sources(settings)
+    _check_folder_of_streams(settings)
     for part in all_parts(settings):
         # Without a source, the packs of a part already exist.
         if part.source is None:
@@ -129,10 +130,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
     has_files = is_there(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
     if not (packs / MANIFEST).is_file():
         if has_files:
-            raise InputError(
-                f"{settings.packs}: this folder has no prepared packs, and it has other files, is "
-                "the current folder, or is a mount point; set data.packs to another folder"
-            )
+            raise _has_no_packs(settings.packs)
         return False
     manifest = read_manifest(packs)
     recorded = dict(manifest["settings"])
@@ -168,12 +166,35 @@ def holds_packs_of(settings: DataSettings) -> bool:
     return True
 
 
+def _has_no_packs(folder: Path) -> InputError:
+    """Return the error of a folder with other files than packs."""
+    return InputError(
+        f"{folder}: this folder has no prepared packs, and it has other files, is the current "
+        "folder, or is a mount point; set data.packs to another folder"
+    )
+
+
+def _check_folder_of_streams(settings: DataSettings) -> None:
+    """Raise InputError if several streams would have a folder with other files than theirs.
+
+    Before the first part of a source is there, the folder has only the folders of sources.
+    """
+    if not (settings.stream and settings.sources):
+        return
+    parts = training_parts(settings).values()
+    if not any((folder_of(part) / MANIFEST).is_file() for part in parts):
+        names = {part.packs.name for part in parts}
+        if any(path.name not in names for path in settings.packs.glob("[!.]*")):
+            raise _has_no_packs(settings.packs)
+
+
 def check_sources(settings: DataSettings) -> None:
     """Raise InputError unless the packs of each source exist, or the source itself exists.
 
     The content of the sources is not read. Packs that were prepared with other settings also raise
     InputError.
     """
+    _check_folder_of_streams(settings)
     for part in all_parts(settings):
         if part.source is None:
             find_splits(part.packs, part.length)
@@ -243,9 +264,11 @@ class TokenLog(AbstractContextManager):
         """
         self.folder = folder
         self.key = key
-        self._committed_at = time.monotonic()
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
+        # The first commit is before the first token, so only a log has files of tokens.
+        if not path.is_file() and any((folder / name).exists() for name in (_TOKENS, _LENGTHS)):
+            raise InputError(f"{folder}: has files, but no {_PROGRESS} of this program; {remedy}")
         progress = load_object(path, remedy) if path.is_file() else {}
         # If the log has no documents, start over: its key and offset may be from another source.
         if not progress.get("counts", {}).get("documents"):
@@ -261,12 +284,13 @@ class TokenLog(AbstractContextManager):
                 f"and text, set data.packs to another folder, or {remedy}"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        self.commit()
         # Cut off bytes after the counted documents. An interrupted write may have left them.
         for name, size in (
             (_TOKENS, 4 * self.counts.tokens),
             (_LENGTHS, 8 * self.counts.documents),
         ):
-            with open(folder / name, "ab") as file:
+            with open(folder / name, "ab", opener=without_links) as file:
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
@@ -279,7 +303,7 @@ class TokenLog(AbstractContextManager):
             (_TOKENS, result.tokens, 4 * self.counts.tokens),
             (_LENGTHS, result.lengths, 8 * self.counts.documents),
         ):
-            with open(self.folder / name, "ab") as file:
+            with open(self.folder / name, "ab", opener=without_links) as file:
                 if file.tell() != size:
                     self.counts = Counts()
                     raise InputError(

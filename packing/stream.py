@@ -37,7 +37,14 @@ import numpy as np
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of, locked, replace_file, write_json
+from foundation.files import (
+    free_bytes,
+    hash_of,
+    locked,
+    replace_file,
+    without_links,
+    write_json,
+)
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
@@ -172,7 +179,7 @@ class PackerProcess(ExitStack):
         command = [sys.executable, "-P", "-m", "pretrain", "follow", str(recipe)]
         search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
-        with open(self._packs / LOG, "wb") as log:
+        with open(self._packs / LOG, "wb", opener=without_links) as log:
             self.process = subprocess.Popen(
                 [*command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,

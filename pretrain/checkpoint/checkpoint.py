@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import InputError, one_line
-from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
+from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes, remove_tree
 from foundation.reading import load_object
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
@@ -169,7 +169,8 @@ class Checkpoints:
         if self.rank == 0:
             # Remove the files of a process that was killed while it wrote this checkpoint. No rank
             # writes a file before the collective in `_lay_out`, so only old files are removed.
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                remove_tree(partial)
         files, index = self._lay_out(model, optimizer)
         copies = self._staging.copy(files) if in_background else None
         stopped = f"; training stopped for {time.perf_counter() - start:.2g} s" if copies else ""
@@ -619,6 +620,7 @@ def require_shared(folder: Path) -> None:
     token = folder / f".proof.0{PARTIAL}"
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT
     if is_first:
+        token.unlink(missing_ok=True)
         token.touch()
     from_all_ranks(None)  # all ranks wait until the first rank has created the token
     # `listdir` is used because it refreshes the cache of a network disk.

@@ -42,7 +42,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -57,7 +56,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError, as_input_error
-from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
+from foundation.files import (
+    FileRecord,
+    by_umask,
+    fsync,
+    hash_file,
+    hash_of,
+    remove_tree,
+    write_file,
+)
 from foundation.reading import load_object
 from pretrain.checkpoint.folders import MANIFEST, STATE
 from pretrain.model.gradients import local_part
@@ -127,8 +134,8 @@ def set_aside(folder: Path) -> Path:
     If another folder has the new path, that folder is deleted first.
     """
     aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(aside):
+        remove_tree(aside)
     os.rename(folder, aside)
     return aside
 
@@ -149,7 +156,7 @@ def remove(parent: Path, folders: list[Path]) -> None:
             *parent.glob(f"{ABANDONED_STEP}step-{'[0-9]' * 8}"),
             *parent.glob(f"{PARTIAL_STEP}step-{'[0-9]' * 8}"),
         ):
-            shutil.rmtree(leftover)
+            remove_tree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 

@@ -235,6 +235,10 @@ def load_plan(trainings: WhichTrainings, options: argparse.Namespace) -> WhichPl
     """
     file = trainings.folder / PLAN_FILE
     if not file.exists():
+        if (trainings.folder / VERDICT_FILE).exists():
+            raise InputError(
+                f"{trainings.folder}: has {VERDICT_FILE}, but no {PLAN_FILE}; use another --run_dir"
+            )
         return None
     plan = WhichPlan(**load_object(file, "use another --run_dir"))
     requested = {

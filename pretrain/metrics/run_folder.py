@@ -11,15 +11,15 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
-from foundation.storage import StoredRun, is_address
 
 # This file exists if the run belongs to a matrix of runs. `pretrain.compare.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
+CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 # A run writes this file last, after it has reached its last step.
 SUMMARY_FILE = "summary.json"
@@ -28,6 +28,21 @@ STATISTICS_FILE = "fp8_statistics.jsonl"
 # Identifier of the run in trackers, so that they continue the run after a resume.
 # `pretrain.metrics.trackers` writes this file.
 TRACKERS_FILE = "trackers.json"
+# Files that `replace_file` writes, in the folder of a run, of a matrix or of `which`.
+_REPLACED = {
+    MATRIX_FILE,
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    STATISTICS_FILE,
+    TRACKERS_FILE,
+    "environment.json",
+    "audit.json",
+    "loss.png",
+    "profile.md",
+    "which.json",
+    "verdict.json",
+}
 # Files that may exist before a run has written its config.yaml.
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}
 # Keys that the config.yaml of every run has.
@@ -52,6 +67,16 @@ PACKAGES = (
 )
 
 
+class StoredCopy(Protocol):
+    """The copy of a run folder in object storage (`pretrain.run.stored_run.StoredRun`)."""
+
+    def restore(self) -> None: ...
+    def claim(self) -> None: ...
+    def store(self) -> None: ...
+    def go_back(self, step: int) -> None: ...
+    def close(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+
+
 class RunFolder(ExitStack):
     """The paths of a run's files, and the lock of the run folder.
 
@@ -59,12 +84,11 @@ class RunFolder(ExitStack):
     a `with` statement release the lock. With `owner=False`, the folder is neither created nor
     locked, and the object only has the paths. With several ranks, only rank 0 is the owner.
 
-    If `address` is an address in object storage, the run is stored there: `stored` is its copy, and
-    None for other runs and ranks. If the copy has a newer checkpoint than the folder, the
-    constructor restores the run from it. `remedy` ends the message about a folder in use.
+    `stored` is the copy of the run in object storage, or None for other runs and ranks. The
+    constructor restores the run from it if necessary. `remedy` ends the message about a folder in
+    use.
 
-    Raises InputError if the folder cannot be created, if another process has locked it, or if the
-    copy cannot be read.
+    Raises InputError if the folder cannot be created, or if another process has locked it.
     """
 
     def __init__(
@@ -72,14 +96,15 @@ class RunFolder(ExitStack):
         path: Path,
         *,
         owner: bool = True,
-        address: str = "",
+        stored: StoredCopy | None = None,
         remedy: str = "set another `run_dir`",
     ) -> None:
         super().__init__()
         self.path = path
         self.remedy = remedy
+        self.stored = stored
         self.checkpoints = path / "checkpoints"
-        self.config = path / "config.yaml"
+        self.config = path / CONFIG_FILE
         self.environment = path / "environment.json"
         # The precision in which the run has computed each matrix product.
         self.audit = path / "audit.json"
@@ -87,22 +112,22 @@ class RunFolder(ExitStack):
         self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
-        self.stored: StoredRun | None = None
         if not owner:
             return
-        if is_address(address):
+        if stored is not None:
             # The folder itself is replaced if the run is restored, so lock a file beside it.
             self.enter_context(locked(path.with_name(f".{path.name}.lock"), self._refuse))
-            self.stored = StoredRun(address, path)
-            self.stored.restore()
+            stored.restore()
         is_new = not path.exists()
         self.enter_context(locked(path / ".lock", self._refuse))
         if is_new:
             self.callback(self._remove_if_empty)
         # Delete partial files of a killed run. No other process writes to the folder, because this
         # process holds the lock.
-        for leftover in path.glob(f".*.[0-9]*{PARTIAL}"):
-            leftover.unlink()
+        for leftover in path.glob(f".*.*{PARTIAL}"):
+            name, _, process = leftover.stem.removeprefix(".").rpartition(".")
+            if name in _REPLACED and process.isdigit():
+                leftover.unlink()
 
     def claim(self) -> None:
         """Start to store the run, if it is stored. `close` waits until all files are stored.
@@ -112,6 +137,14 @@ class RunFolder(ExitStack):
         if self.stored is not None:
             self.stored.claim()
             self.push(self.stored.close)
+
+    def go_back(self, step: int) -> None:
+        """Let no later start restore the run from a stored checkpoint after `step`.
+
+        Raises InputError if the address in object storage cannot be written.
+        """
+        if self.stored is not None:
+            self.stored.go_back(step)
 
     def _refuse(self, holder: str) -> None:
         """Raise InputError because `holder` has locked the folder."""
@@ -129,20 +162,6 @@ class RunFolder(ExitStack):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def check_free(path: Path, address: str = "") -> None:
-    """Raise InputError if a run that starts now could not use the folder `path`.
-
-    A missing folder is not created. The lock of an existing folder is released again. If `address`
-    is an address in object storage, also raise InputError if it cannot be read, or if it has
-    objects that belong to no run.
-    """
-    check_ours(path)
-    if is_address(address):
-        StoredRun(address, path)
-    if path.exists():
-        RunFolder(path).close()
-
-
 def check_ours(path: Path) -> None:
     """Raise InputError if `path` is not writable or contains files that belong to no run.
 
@@ -157,9 +176,15 @@ def check_ours(path: Path) -> None:
             f"{path}: cannot be used as the run folder, because {existing} is not a writable "
             "folder; set another `run_dir`"
         )
+    for folder in (path / "checkpoints", path / "final"):
+        if folder.is_symlink():
+            raise InputError(
+                f"{folder}: is a link, and a run writes and deletes only in its own folder; move "
+                "the folder that it leads to here, or set another `run_dir`"
+            )
     names = {*os.listdir(path)} if path.exists() else set()
     foreign = sorted(name for name in names - _BEFORE_CONFIG if not name.startswith("."))
-    config = path / "config.yaml"
+    config = path / CONFIG_FILE
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         example = foreign[0]
         raise InputError(

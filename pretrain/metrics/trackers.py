@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from foundation.errors import InputError, as_input_error
-from foundation.files import replace_file, write_json
+from foundation.files import replace_file, without_links, write_json
 from foundation.settings import flatten
 from pretrain.metrics.run_folder import METRICS_FILE, STATISTICS_FILE, TRACKERS_FILE
 from pretrain.settings.recipe import LogSettings
@@ -72,7 +72,9 @@ class JsonlTracker:
             ]
             if len(kept) < len(lines):
                 replace_file(self.path, b"".join(kept))
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = open(  # noqa: SIM115
+                self.path, "a", opener=without_links, encoding="utf-8"
+            )
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Append `values` as one line. They must contain the key `step`.

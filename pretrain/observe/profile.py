@@ -72,6 +72,8 @@ class StepProfile(Observer):
             return
         with profile() as recorded:
             yield
+        # The trace would be written to the file behind a link.
+        (self._folder / TRACE_FILE).unlink(missing_ok=True)
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
         table = recorded.key_averages().table(
             sort_by=f"self_{self._device.type}_time_total",

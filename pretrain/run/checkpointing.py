@@ -79,12 +79,11 @@ def save(run: Run, *, in_background: bool = False) -> None:
 
     All ranks must call this function.
     """
-    stored = run.folder.stored
 
     def announce(text: str) -> None:
         run.console.notice(text)
-        if stored is not None:
-            stored.store()
+        if run.folder.stored is not None:
+            run.folder.stored.store()
 
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.

@@ -19,6 +19,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.files import scratch_folder
 from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -79,15 +80,13 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
     All ranks must call this function. Return the path of the folder. The folder contains a link
     `packs` to the packs of `recipe`. Only the present user can read the folder. On each machine,
     the first process creates the folder, sends its path to the other processes, and deletes the
-    folder when `stack` ends.
+    folder when `stack` ends. The next command deletes the folder of a killed process.
     """
     created = None
     if accelerator.is_local_main_process:
-        created = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
-            )
-        )
+        parent = Path(tempfile.gettempdir())
+        created = stack.enter_context(scratch_folder(parent / f"evaluate-{os.getuid()}"))
+        created.chmod(0o700)
         first, *_ = training_parts(recipe.data).values()
         (created / "packs").symlink_to(first.packs.absolute())
     # Choose the folder of this machine. On each machine, the process with the lowest rank creates a

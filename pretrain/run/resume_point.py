@@ -137,11 +137,7 @@ def where_to_resume(
         require_no_other_training(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
-        changes = changes_since(source.record, job)
-        if not accept_changes:
-            require_same_training(source, changes, job, step_folders(checkpoints.folder))
-        source = with_changes(source, changes, job)
-        require_steps_to_train(source, job)
+        source = require_fitting(source, job, accept_changes, step_folders(checkpoints.folder))
         if job.recipe.loss.chunk == "auto":
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
@@ -329,6 +325,23 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
 
 
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
+
+
+def require_fitting(
+    source: ResumePoint, job: Job, accept_changes: bool, run_checkpoints: Iterable[Path] = ()
+) -> ResumePoint:
+    """Return `source` with its notes and its past if the job may continue it.
+
+    accept_changes: True to accept a checkpoint of another recipe.
+    run_checkpoints: see `require_same_training`.
+
+    Raises InputError as `require_same_training` and `require_steps_to_train` do.
+    """
+    changes = changes_since(source.record, job)
+    if not accept_changes:
+        require_same_training(source, changes, job, run_checkpoints)
+    require_steps_to_train(source, job)
+    return with_changes(source, changes, job)
 
 
 def require_same_training(

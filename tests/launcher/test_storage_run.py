@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 from foundation import storage
-from foundation.storage import StoredRun
+from pretrain.run.stored_run import StoredRun
 from tests.conftest import Finished, contents, write_recipe
 from tests.golden.runs import digest, saved, tensors_of
 from tests.moments import LauncherProcess
@@ -196,9 +196,7 @@ def test_a_second_run_at_the_same_address_ends_the_first(
         if not results:
             results.append(None)
             (tmp_path / "other").mkdir()
-            second = StoredRun(recipe["run_dir"], tmp_path / "other/run")
-            second.restore()
-            second.claim()
+            StoredRun(recipe["run_dir"], tmp_path / "other").claim()
         return first_store(stored)
 
     monkeypatch.setattr(StoredRun, "_store", store)

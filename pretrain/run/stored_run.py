@@ -1,0 +1,301 @@
+"""Store the folder of a run in object storage (s3://, gs://), and restore it.
+
+A run trains in a folder on this machine. The objects of a run have the names of its files:
+
+    s3://bucket/run/
+      .writer                         name of the process that stores the run
+      config.yaml, metrics.jsonl, ...
+      checkpoints/step-00000100/...   complete if it has a manifest.json
+      final/...                       complete if summary.json exists
+
+Objects cannot be renamed, so each folder has a marker: manifest.json or summary.json. It is written
+after all other files of the folder, and deleted before one of them is replaced or deleted.
+
+The run folder has a copy of `.writer`. If the two differ, the run was stored from another folder,
+and the stored run is the one that is continued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.files import new_folder, process_name, without_links
+from foundation.progress import say
+from foundation.storage import download, is_address, list_objects, open_storage
+from pretrain.checkpoint.folders import MANIFEST, STATE, step_folder
+from pretrain.metrics.run_folder import CONFIG_FILE, SUMMARY_FILE, RunFolder, check_ours
+from pretrain.run.job import Job
+from pretrain.run.resume_point import ResumePoint, require_fitting
+
+# Object with the name of the process that stores a run, and its copy in the run folder.
+_WRITER = ".writer"
+# Names of the files that a run stores. Other objects are neither copied nor deleted.
+_OURS = re.compile(
+    r"checkpoints/step-\d{8,}/(manifest|state|(model|optimizer)-[\w-]+)\.(json|safetensors)"
+    r"|(final/)?[^./][^/]*"
+)
+# Function that is called with the path of a checkpoint when it is restored, and with its state. It
+# raises InputError if this start may not continue the checkpoint.
+Check = Callable[[Path, dict[str, Any]], object]
+
+
+class StoredRun:
+    """The copy of a run folder in object storage. Only the first rank of a run has this object.
+
+    Args:
+        address: Address of the copy, such as s3://bucket/run.
+        folder: The run folder on this machine.
+        check: Called before the run is restored, with the checkpoint that is continued.
+        requested: Value of --resume. If it is not a checkpoint with the name of a stored one,
+            `check` is called with the newest stored checkpoint.
+
+    Raises:
+        InputError: The address cannot be read, or has objects but no run.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        folder: Path,
+        check: Check = lambda path, state: None,
+        requested: str = "auto",
+    ) -> None:
+        self.address = address
+        self.folder = folder
+        self._check = check
+        self._requested = requested
+        # Name of this process, different from the name of any other process.
+        self._name = f"{process_name()}, {secrets.token_hex(4)}"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storing")
+        with open_storage(address) as (storage, root):
+            self._objects(storage, root)
+
+    def restore(self) -> None:
+        """Copy the stored run to the run folder, unless the folder continues the stored run.
+
+        The folder continues the stored run if it has stored it last, and has its newest checkpoint
+        or a newer one. Another run folder is renamed, so that nothing is lost. A folder of objects
+        without its marker is not copied. Nothing is copied if no folder has its marker.
+        """
+        with open_storage(self.address) as (storage, root):
+            objects = self._objects(storage, root)
+            complete = {name: objects[name] for name in objects if _marker_of(name) in objects}
+            newest = _newest(complete)
+            if not newest and SUMMARY_FILE not in complete:
+                return
+            writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+            local = self.folder / _WRITER
+            is_from_here = local.is_file() and local.read_text(encoding="utf-8") == writer
+            if is_from_here and newest <= _newest(self._markers()):
+                return
+            if not newest:
+                raise InputError(
+                    f"{self.address}: has a finished run without checkpoints, which this training "
+                    "would replace; set another `run_dir`"
+                )
+            manifest = f"checkpoints/{Path(self._requested).name}/{MANIFEST}"
+            checkpoint = os.path.dirname(manifest if manifest in complete else newest)
+            state = storage.cat_file(f"{root}/{checkpoint}/{STATE}")
+            self._check(self.folder / checkpoint, json.loads(state))
+            with new_folder(self.folder) as folder:
+                download(storage, {folder / name: complete[name] for name in complete})
+                (folder / _WRITER).write_text(writer, encoding="utf-8")
+                if self.folder.exists():
+                    earlier = self.folder.rename(f"{self.folder}-{secrets.token_hex(4)}")
+                    say(f"the earlier {self.folder} has been renamed to {earlier}")
+
+    def claim(self) -> None:
+        """Make this process the one that stores the run. Earlier processes then stop storing it."""
+        with open_storage(self.address) as (storage, root):
+            storage.pipe_file(f"{root}/{_WRITER}", self._name.encode())
+            path = self.folder / _WRITER
+            with open(path, "w", encoding="utf-8", opener=without_links) as file:
+                file.write(self._name)
+
+    def go_back(self, step: int) -> None:
+        """Delete the markers of stored checkpoints after `step`, so that they are not restored.
+
+        Does nothing if the run folder has no such checkpoint. Raises InputError if a marker cannot
+        be deleted.
+        """
+        manifest = str(step_folder(Path("checkpoints"), step) / MANIFEST)
+        if _newest(self._markers()) > manifest:
+            # The thread may be storing a checkpoint.
+            self._thread.submit(self._delete_after, manifest).result()
+
+    def _delete_after(self, manifest: str) -> None:
+        """Delete the stored manifests of all checkpoints after the checkpoint of `manifest`."""
+        with open_storage(self.address) as (storage, root):
+            for name in self._objects_to_change(storage, root):
+                if name.endswith(f"/{MANIFEST}") and name > manifest:
+                    storage.rm_file(f"{root}/{name}")
+
+    def store(self) -> None:
+        """Store new and changed files in the background."""
+        self._thread.submit(self._store)
+
+    def close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until all files are stored. The arguments describe the exception that ends a run.
+
+        Raises InputError if files could not be stored, unless there is such an exception.
+        """
+        say(f"{self.address}: storing the last files")
+        self._thread.shutdown(cancel_futures=True)
+        problem = self._store()
+        if problem and error is None:
+            raise InputError(problem)
+
+    def _store(self) -> str:
+        """Store all files that are not stored yet. Print and return the reason of a failure."""
+        try:
+            with open_storage(self.address) as (storage, root):
+                while self._store_newest(storage, root):
+                    pass
+        except InputError as error:
+            problem = (
+                f"{error}. Not all files are stored. They are complete in {self.folder}; the next "
+                "save or start stores them"
+            )
+            say(f"WARNING  {problem}")
+            return problem
+        return ""
+
+    def _store_newest(self, storage: Any, root: str) -> bool:
+        """Store the files outside of folders, and the newest folder that is not stored.
+
+        Return True if a folder was stored. If all folders were stored before, delete the objects of
+        checkpoints that the run has deleted. Raises InputError if another process stores the run.
+        """
+        objects = self._objects_to_change(storage, root)
+        # metrics.jsonl has the steps before the checkpoint, so it is stored first.
+        for path in self.folder.glob("[!.]*"):
+            if path.is_file() and path.name != SUMMARY_FILE:
+                storage.pipe_file(f"{root}/{path.name}", path.read_bytes())
+        markers = self._markers()
+        for marker in markers:
+            content = (self.folder / marker).read_bytes()
+            if marker not in objects or storage.cat_file(f"{root}/{marker}") != content:
+                self._store_folder(storage, root, marker)
+                return True
+        kept = [marker for marker in markers if marker != SUMMARY_FILE]
+        # False sorts before True, so each marker is deleted before the files of its folder.
+        for name in sorted(objects, key=lambda name: name != _marker_of(name)):
+            if kept and name.startswith("checkpoints/") and _marker_of(name) not in kept:
+                storage.rm_file(f"{root}/{name}")
+        return False
+
+    def _store_folder(self, storage: Any, root: str, marker: str) -> None:
+        """Store all files of the folder with the marker `marker`."""
+        folder = os.path.dirname(marker) or "final"
+        links = self.folder / ".storing"
+        shutil.rmtree(links, ignore_errors=True)
+        # The run may rename and delete the folder meanwhile. Links keep the content of its files.
+        links.mkdir()
+        for path in filter(Path.is_file, self.folder.glob(f"{folder}/*")):
+            os.link(path, links / path.name)
+        content = (self.folder / marker).read_bytes()
+        if storage.exists(f"{root}/{marker}"):
+            storage.rm_file(f"{root}/{marker}")
+        names = [path.name for path in links.iterdir() if f"{folder}/{path.name}" != marker]
+        storage.put(
+            [str(links / name) for name in names], [f"{root}/{folder}/{name}" for name in names]
+        )
+        storage.pipe_file(f"{root}/{marker}", content)
+        shutil.rmtree(links)
+
+    def _objects(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
+        """Return the descriptions of the run's objects by name.
+
+        Raises InputError if the address has objects, but no stored run.
+        """
+        listed = list_objects(storage, storage.find, root)
+        objects = {path.removeprefix(root).lstrip("/"): listed[path] for path in listed}
+        # These files are stored before the first checkpoint.
+        needed = {_WRITER, CONFIG_FILE} if _newest(objects) else {_WRITER}
+        if objects and not needed <= objects.keys():
+            raise InputError(
+                f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"
+            )
+        return {name: objects[name] for name in objects if _OURS.fullmatch(name)}
+
+    def _objects_to_change(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
+        """Return the result of `_objects`. Raise InputError if another process stores the run."""
+        objects = self._objects(storage, root)
+        # A later call of `claim` makes another process the writer.
+        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+        if writer != self._name:
+            raise InputError(
+                f"{self.address}: another run stores its files there now ({writer}); stop one of "
+                "the runs, or set another `run_dir`"
+            )
+        return objects
+
+    def _markers(self) -> list[str]:
+        """Return the markers in the run folder: newest checkpoints first, `final` last."""
+        paths = self.folder.glob(f"checkpoints/step-*/{MANIFEST}")
+        names = sorted((str(path.relative_to(self.folder)) for path in paths), reverse=True)
+        markers = list(filter(_OURS.fullmatch, names))
+        if (self.folder / SUMMARY_FILE).exists():
+            markers.append(SUMMARY_FILE)
+        return markers
+
+
+def _newest(names: Iterable[str]) -> str:
+    """Return the name of the newest manifest, or "" if there is none."""
+    return max((name for name in names if name.endswith(f"/{MANIFEST}")), default="")
+
+
+def _marker_of(name: str) -> str:
+    """Return the marker of the folder with the file `name`, or `name` outside of folders."""
+    if name.startswith("final/"):
+        return SUMMARY_FILE
+    folder = os.path.dirname(name)
+    return f"{folder}/{MANIFEST}" if folder else name
+
+
+def open_run_folder(
+    job: Job, address: str, requested: str, accept_changes: bool, *, owner: bool
+) -> RunFolder:
+    """Return the locked folder of the job's run, restored from `address` if the run is there.
+
+    requested: the value of --resume.
+    accept_changes: True to continue although the recipe has changed (--accept-changes).
+    owner: see `RunFolder`.
+
+    Raises InputError if `RunFolder` does, or if the stored run is another training.
+    """
+
+    def check(path: Path, state: dict[str, Any]) -> None:
+        source = ResumePoint(path, state, in_run_folder=True)
+        try:
+            require_fitting(source, job, accept_changes)
+        except InputError as error:
+            raise InputError(f"{address}: the stored run is not restored. {error}") from None
+
+    stored = None
+    if owner and is_address(address):
+        stored = StoredRun(address, job.run_dir, check, requested)
+    return RunFolder(job.run_dir, owner=owner, stored=stored)
+
+
+def check_free(path: Path, address: str = "") -> None:
+    """Raise InputError if a run that starts now could not use the folder `path`.
+
+    A missing folder is not created. The lock of an existing folder is released again. If `address`
+    is an address in object storage, also raise InputError if it cannot be read, or if it has
+    objects that belong to no run.
+    """
+    check_ours(path)
+    if is_address(address):
+        StoredRun(address, path)
+    if path.exists():
+        RunFolder(path).close()
