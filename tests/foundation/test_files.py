@@ -6,10 +6,12 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,56 @@ def test_a_waiting_process_gets_the_lock_when_it_is_released(holder, tmp_path: P
     second.communicate("done\n")
 
 
+@pytest.mark.parametrize("content", ["mine", "process 1 on a machine\nand more", "\udc80"])
+@pytest.mark.parametrize("link", [True, False])
+def test_a_lock_replaces_no_other_file(tmp_path: Path, content: str, link: bool) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    before = file.read_bytes()
+    if link:
+        (tmp_path / "lock").symlink_to(file)
+    lock = tmp_path / "lock" if link else file
+    with pytest.raises(InputError, match=f"^{lock}: "), locked(lock, refuse):
+        pass
+    assert file.read_bytes() == before
+
+
+def test_a_failed_lock_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", cannot(errno.EIO))
+    with (
+        pytest.raises(InputError, match=f"^{tmp_path}/lock: .*Input/output error"),
+        locked(tmp_path / "lock", refuse),
+    ):
+        pass
+
+
+def test_a_waiting_process_creates_a_deleted_lock_again(tmp_path: Path) -> None:
+    lock = tmp_path / "folder" / "lock"
+    with locked(lock, refuse):
+        waiting = hold(lock)
+        waiting.stdout.readline()  # printed before it waits
+        shutil.rmtree(lock.parent)
+    assert waiting.stdout.readline() == "locked\n"
+    assert str(waiting.pid) in lock.read_text()
+    waiting.communicate("done\n")
+
+
+def test_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
+    """A process may be killed before it has written its name, or on a full disk."""
+    mine = [".final.01234567.writing", ".final.0123456789.writing", ".other.01234567.writing"]
+    for name in (*mine, ".final.89abcdef.writing"):
+        (tmp_path / name).mkdir()
+    (tmp_path / mine[1] / ".lock").touch()
+    (tmp_path / ".final.89abcdef.writing/.lock").touch()
+    process = hold(tmp_path / ".final.76543210.writing/.lock")
+    assert process.stdout.readline() == "locked\n"
+    with new_folder(tmp_path / "final"):
+        pass
+    names = {".final.76543210.writing", "final", *mine}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    process.communicate("done\n")
+
+
 def cannot(number: int):
     def call(*arguments: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -137,6 +189,10 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, prob
     assert bool(find_damage(tmp_path, records, hashed=False)) == (problem != "damaged")
     with pytest.raises(InputError, match=rf"{tmp_path}/b: {problem}.*; fetch it again"):
         check_files(tmp_path, records, "fetch it again", hashed=True)
+    for name in ("../a", str(tmp_path / "a"), "b/../a"):
+        assert find_damage(tmp_path / "x", [replace(records[0], name=name)]) == [
+            f"{name}: is not a file in this folder"
+        ]
     (tmp_path / "a").unlink()
     assert find_damage(tmp_path, records)[0].startswith("a: missing")
 

@@ -10,7 +10,9 @@ import fsspec
 import pytest
 
 from foundation import storage
+from foundation.command import CommandParser
 from foundation.errors import InputError
+from foundation.settings import at_home, copied_path, local_path
 from foundation.storage import address_of, fetch, path_for
 from tests.conftest import contents
 from tests.object_storage import Server
@@ -128,6 +130,31 @@ def test_fetch_names_the_address_that_cannot_be_read(data: str, address: str, re
     with pytest.raises(InputError, match=reason) as error:
         fetch(address)
     assert str(error.value).startswith(f"{address}: ")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://KEY:SECRET@bucket/run",
+        "s3://KEY:SEC/RET@bucket/run",
+        "hf://SECRET@datasets/a/b",
+        "https://machine/a.jsonl?X-Amz-Signature=SECRET",
+        "s3://bucket/run#SECRET",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "run_dir=", "--data.packs="])
+def test_a_secret_in_an_address_is_refused_and_not_printed(address: str, prefix: str) -> None:
+    parser = CommandParser()
+    parser.add_argument("settings", nargs="*")
+    for refuse in (lambda text: parser.read([prefix + text]), local_path, copied_path, at_home):
+        with pytest.raises(InputError, match="may contain a secret") as error:
+            refuse(address)
+        assert "SEC" not in str(error.value)
+
+
+def test_addresses_without_a_secret_are_accepted() -> None:
+    for address in ("hf://datasets/a/b@main/c.jsonl", "s3://bucket/part-?.jsonl", "gs://b/[a]*"):
+        assert at_home(address) == address
 
 
 def test_fetch_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

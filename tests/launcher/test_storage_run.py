@@ -22,7 +22,7 @@ from foundation import storage
 from pretrain.run.stored_run import StoredRun
 from tests.conftest import Finished, contents, write_recipe
 from tests.golden.runs import digest, saved, tensors_of
-from tests.moments import LauncherProcess
+from tests.moments import LauncherProcess, Moment
 from tests.object_storage import Server
 
 STEPS = 12  # with checkpoints after 4, 8 and 12
@@ -215,12 +215,56 @@ def test_a_restored_run_that_is_finished_trains_nothing(
     assert "this run is already finished" in again.out
 
 
-def test_another_recipe_is_refused_and_does_not_disturb_the_stored_run(
-    recipe: dict[str, Any], start: Callable, tmp_path: Path
+def test_another_training_neither_replaces_nor_is_replaced_by_the_stored_run(
+    recipe: dict[str, Any], start: Callable, run_dir: Path, tmp_path: Path
+) -> None:
+    """Two machines train at one address. The second begins when the bucket is empty."""
+    files, root = fsspec.url_to_fs(recipe["run_dir"])
+    assert start().status == 0
+    (tmp_path / "runs").rename(tmp_path / "first")
+    files.rm(root, recursive=True)
+    assert start("optimizer.learning_rate=0.02", "train.steps=7").status == 0
+    shutil.rmtree(tmp_path / "runs")
+    stored = {name: files.cat_file(name) for name in files.find(root)}
+    for is_new in (True, False):
+        before = contents(run_dir) if run_dir.exists() else {}
+        for arguments in ([], ["--resume", str(run_dir / "checkpoints/step-00000012")]):
+            refusal = start(*arguments).refusal
+            assert f"{recipe['run_dir']}: the stored run is not restored" in refusal
+            assert (
+                "was made by another recipe" in refusal and "learning_rate: saved 0.02" in refusal
+            )
+            assert (contents(run_dir) if run_dir.exists() else {}) == before
+            assert {name: files.cat_file(name) for name in files.find(root)} == stored
+        if is_new:
+            shutil.rmtree(tmp_path / "runs")
+            (tmp_path / "first").rename(tmp_path / "runs")
+
+
+def test_a_run_that_went_back_stays_back_after_a_kill(
+    recipe: dict[str, Any], start: Callable, run_dir: Path, s3_server: Server, tmp_path: Path
 ) -> None:
     assert start().status == 0
+    shutil.copytree(tmp_path / "runs", tmp_path / "other")
+    arguments = [
+        str(write_recipe(recipe, tmp_path)),
+        "--resume",
+        f"{run_dir}/checkpoints/step-00000004",
+    ]
+    moment = Moment("logged", "^5$", SIGKILL)
+    killed = LauncherProcess(arguments, tmp_path / "log", moment, **s3_server.environment)
+    assert killed.end() == -SIGKILL, (tmp_path / "log").read_text()
+    (tmp_path / "runs").rename(tmp_path / "killed")
     files, root = fsspec.url_to_fs(recipe["run_dir"])
-    writer = files.cat_file(f"{root}/.writer")
-    shutil.rmtree(tmp_path / "runs")
-    assert "was made by another recipe" in start("optimizer.learning_rate=0.02").err
-    assert files.cat_file(f"{root}/.writer") == writer
+    # An empty disk, the disk of the killed run, and another machine that has the abandoned steps.
+    for disk in (None, "killed", "other"):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        if disk:
+            shutil.copytree(tmp_path / disk, tmp_path / "runs")
+        again = LauncherProcess(
+            arguments[:1], tmp_path / f"log-{disk}", moment, **s3_server.environment
+        )
+        assert again.end() == -SIGKILL
+        assert "checkpoints/step-00000004 at step 4" in (tmp_path / f"log-{disk}").read_text(), disk
+    manifests = [name for name in files.find(root) if name.endswith("/manifest.json")]
+    assert manifests == [f"{root}/checkpoints/step-00000004/manifest.json"]

@@ -229,6 +229,23 @@ def test_packs_do_not_replace_the_current_folder(
     assert not list(tmp_path.glob(".*.tokens"))
 
 
+@pytest.mark.parametrize("link", [True, False])
+def test_tokens_do_not_replace_other_files(
+    settings: DataSettings, tmp_path: Path, link: bool
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / ".packs.tokens"
+    folder.mkdir()
+    if link:
+        (folder / "progress.json").write_text(json.dumps({"key": {}, "counts": {}, "place": {}}))
+        (folder / "tokens.bin").symlink_to(tmp_path / "mine")
+    else:
+        (tmp_path / "mine").rename(folder / "tokens.bin")
+    with pytest.raises(InputError, match=r"symbolic links|has files, but no progress\.json"):
+        prepare(settings, progress=False)
+    assert (folder / "tokens.bin").read_text() == "mine"
+
+
 def test_a_changed_source_is_reported_at_every_start(
     settings: DataSettings,
     corpus: Path,

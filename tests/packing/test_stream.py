@@ -26,7 +26,7 @@ from foundation import files
 from foundation.errors import InputError
 from foundation.files import locked, write_json
 from packing import stream
-from packing.arrow import FIRST
+from packing.arrow import FIRST, MANIFEST
 from packing.follow import ReadingRun, pack_ahead
 from packing.pack_maker import PackMaker
 from packing.prepare import prepare
@@ -246,17 +246,23 @@ def test_a_stream_deletes_no_folder_that_it_did_not_write(
         (data.packs / name / "thesis.tex").touch()
     left_by_a_killed_packer = data.packs / ".part-00000007.0123abcd.writing"
     left_by_a_killed_packer.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / MANIFEST).touch()
+    (data.packs / "part-00000009").symlink_to(other)
     with InProcessPacker(data) as packer:
         list(steps(packed_by(packer, data), 0, 30))
     assert all((data.packs / name / "thesis.tex").exists() for name in FOREIGN)
+    assert (other / MANIFEST).exists()
     assert not left_by_a_killed_packer.exists() and (data.packs / "part-00000001").exists()
 
 
-@pytest.mark.parametrize("name", ["part-00000001/thesis.tex", "notes.txt"])
+@pytest.mark.parametrize("name", ["part-00000001/thesis.tex", "packer.log"])
 def test_a_stream_does_not_begin_in_a_folder_with_other_files(
     name: str, values: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    for source, packs in ((values, tmp_path), (two_sources(values, folder), tmp_path / "code")):
+    two = two_sources(values, folder)
+    for source, packs in ((values, tmp_path), (two, tmp_path), (two, tmp_path / "code")):
         file = packs / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("mine")

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 
-from pretrain.metrics.run_folder import RunFolder, describe_environment
+import pytest
+
+from foundation.errors import InputError
+from pretrain.metrics.run_folder import RunFolder, check_ours, describe_environment
+from pretrain.metrics.trackers import JsonlTracker
 
 
 def test_the_environment_names_versions_and_settings_but_not_the_host():
@@ -22,7 +27,23 @@ def test_the_environment_names_versions_and_settings_but_not_the_host():
 
 
 def test_only_partial_files_of_this_package_are_deleted(tmp_path):
-    for name in (".thesis.partial", ".metrics.jsonl.4711.partial"):
+    mine = [".film.2024.mkv.partial", ".film.2024.partial", ".thesis.partial"]
+    for name in (*mine, ".metrics.jsonl.4711.partial"):
         (tmp_path / name).touch()
     RunFolder(tmp_path).close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", ".thesis.partial"]
+    assert sorted(os.listdir(tmp_path)) == sorted([".lock", *mine])
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "final"])
+def test_links_to_other_folders_are_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / folder).symlink_to(tmp_path)
+    with pytest.raises(InputError, match=f"run/{folder}: is a link"):
+        check_ours(tmp_path / "run")
+
+
+def test_metrics_are_not_appended_to_the_file_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "mine.jsonl")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written: .*links"):
+        JsonlTracker(tmp_path / "metrics.jsonl").start()

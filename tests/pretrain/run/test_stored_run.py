@@ -274,7 +274,7 @@ def test_checkpoints_without_their_run_are_refused(address: str, run: Path, left
     files, root = fsspec.url_to_fs(address)
     removed = "config.yaml" if left == ".writer" else "checkpoints"
     files.rm(f"{root}/{removed}", recursive=True)
-    with pytest.raises(InputError, match="but no stored run|a finished run without checkpoints"):
+    with pytest.raises(InputError, match=r"but no stored run|a finished run without checkpoints"):
         StoredRun(address, run.with_name("other")).restore()
 
 
