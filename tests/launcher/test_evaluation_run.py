@@ -227,6 +227,9 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     foreign = temporary / f"evaluate-{os.getpid()}"
     foreign.mkdir(parents=True)
     (foreign / "thesis.tex").write_text("years of work")
+    abandoned = temporary / f".evaluate-{os.getuid()}.01234567.writing"
+    abandoned.mkdir()
+    (abandoned / ".lock").write_text("process 1 on a machine")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(evaluate_command, "held_out_figures", with_modes)
     evaluated = train_here("evaluate", f"data.tokenizer={words}", str(text))
