@@ -89,7 +89,9 @@ def main(options: argparse.Namespace) -> int:
         )
     flops = plans["bf16"].flops
     answers = nearest_answers(flops.parameters, of_mixtures=flops.choices > 0)
-    print(f"{recipe.name}, {count(flops.parameters)} parameters\n\n{table_of_answers(answers)}\n")
+    print(f"{recipe.name}, {count(flops.parameters)} parameters\n\n{table_of_answers(answers)}")
+    nearest = next(iter(answers.values()))
+    print(f"{line_about(nearest, flops.parameters, plans['bf16'].total_tokens)}\n")
     print(device_table(plans, price=None), end="\n\n")
     speeds = {
         name: predict(plan).tokens_per_second
@@ -130,6 +132,21 @@ def table_of_answers(answers: Mapping[str, Answer]) -> str:
     return markdown(SHOWN, rows, names=3)
 
 
+def line_about(nearest: Answer, parameters: int, tokens: int) -> str:
+    """Return a line that compares the nearest model with a recipe.
+
+    parameters, tokens: the number of parameters and of training tokens of the recipe.
+    """
+    measured = int(nearest["parameters"])
+    ratio = f"{max(measured, parameters) / min(measured, parameters):.2g} times"
+    size = "larger" if measured > parameters else "smaller"
+    trained = count(round(float(nearest["tokens per parameter"]) * measured))
+    return (
+        f"nearest: {nearest['measured with']}, {ratio} {size}, {trained} tokens; the recipe has "
+        f"{tokens / parameters:.2g} tokens per parameter"
+    )
+
+
 def is_worth_a_run(base: float | None, speed: float | None, answer: Answer | None) -> bool:
     """Return False if a precision is not faster, or if its recorded loss is above the margin.
 
@@ -152,8 +169,8 @@ def time_of_which(
 ) -> str:
     """Return the predicted time of `which` on the card, and the options to set there.
 
-    Unless --precisions is set, the candidates are those that are worth a run. The time limit,
-    --hours, is ignored.
+    Unless --precisions is set, the candidates are those that are worth a run. Raises InputError if
+    --hours are too few for runs of the least length.
 
     speeds: the predicted tokens per second in each precision that the card can train, or None. They
         include --precisions and BF16.
@@ -186,15 +203,16 @@ def time_of_which(
         ),
         options=options,
         recipe=recipe,
-        # Without these limits, a run has the steps of the recipe, or those of --steps.
+        # The packs are not known.
         in_an_epoch=math.inf,
         at_once=at_once,
-        seconds_left=math.inf,
+        seconds_left=3600 * options.hours,
     )
     planned = Rounds(plan, at_once).planned_seconds()
     return (
         f"`which` takes about {duration(planned)} for {plan.seeds} seeds of {plan.steps:,} steps, "
         f"with {plural(at_once, 'run')} at a time.\n"
-        "In fewer --hours, its runs are shorter. Run the same command there, and replace --on by\n"
+        "In more or fewer --hours, its runs are longer or shorter, up to the recipe's length. Run\n"
+        "the same command there, and replace --on by\n"
         f"  --precisions {','.join(names)} --hours {math.ceil(planned / 360) / 10:g}"
     )

@@ -97,10 +97,21 @@ def test_a_card_without_fp8_trains_in_bf16(which_on: RunWhich) -> None:
 
 def test_a_model_without_packs_is_predicted(which_on: RunWhich) -> None:
     recipe = ROOT / "benchmarks/llama_3_1_8b.yaml"
-    values = ("data.packs=/no/such", "train={steps: 1000}", "batch.microbatch=1")
+    values = ("data.packs=/no/such", "train={steps: 1000}", "batch.microbatch=1", "--hours", "9")
     status, out, err = which_on(recipe, "--on", "H200", *values)
     recorded, _ = tables(out)
     assert (status, err) == (0, "") and recorded["delayed"]["measured with"] == "Qwen3-0.6B"
+    tokens_per_parameter = 1000 * 131_072 / 8_030_261_248
+    assert "nearest: Qwen3-0.6B, 13 times smaller, 50.1 M tokens; the recipe has " in out
+    assert f"has {tokens_per_parameter:.2g} tokens per parameter\n" in out
+
+
+def test_a_long_recipe_is_measured_by_short_runs(which_on: RunWhich) -> None:
+    """The runs of `which` fit into --hours, whatever the recipe's length is."""
+    for hours in ((), ("--hours", "8")):
+        status, out, _ = which_on(GPT2, "--on", "H200", "train={steps: 600000}", *hours)
+        suggested = float(out.split()[-1])
+        assert status == 0 and suggested == pytest.approx(float([4, *hours][-1]), rel=0.05)
 
 
 def test_a_length_in_epochs_needs_the_option_steps(which_on: RunWhich) -> None:
