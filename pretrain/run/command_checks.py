@@ -18,7 +18,8 @@ from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.commands import USUAL
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import branch_checkpoint, load_recipe
+from pretrain.settings.recipe import Recipe
 
 # ── train, plan and doctor ────────────────────────────────────────────────────────────────────────
 
@@ -66,9 +67,21 @@ def check_precisions(options: argparse.Namespace, *further: str) -> None:
 def check_evaluate(options: argparse.Namespace) -> None:
     """Check the recipe, the checkpoint of --resume, and the precisions."""
     path, overrides, _ = arguments_of_evaluate(options)
-    load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides)
     check_precisions(options, "all")
     check_checkpoint(options.resume)
+    folder = options.recipe
+    if folder.is_dir() and options.resume == "auto" and branch_checkpoint(recipe) is None:
+        require_weights(folder, recipe, has_checkpoint=newest_in(folder) != folder)
+
+
+def require_weights(run_dir: Path, recipe: Recipe, *, has_checkpoint: bool) -> None:
+    """Raise InputError if there is neither a checkpoint to evaluate nor weights in a source."""
+    if not has_checkpoint and recipe.model.weights_source is None:
+        raise InputError(
+            f"`run_dir`: {run_dir} has no checkpoint; either pass a checkpoint to --resume, or set "
+            "`model.source`"
+        )
 
 
 def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str], list[str]]:

@@ -37,7 +37,7 @@ from pretrain.precision.settings import (
 )
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
-from pretrain.run.command_checks import arguments_of_evaluate
+from pretrain.run.command_checks import arguments_of_evaluate, require_weights
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
@@ -184,11 +184,7 @@ def _evaluate(
         )
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
-    if source is None and job.recipe.model.weights_source is None:
-        raise InputError(
-            f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
-            "set `model.source`"
-        )
+    require_weights(job.run_dir, job.recipe, has_checkpoint=source is not None)
     assembly = assemble(job, accelerator)
     weights = f"{job.recipe.model.weights_source}, untrained by this run"
     if source is not None:
