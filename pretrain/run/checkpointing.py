@@ -260,12 +260,13 @@ def load_weights(
     ]
 
 
-def require_restored(source: ResumePoint, assembly: Assembly) -> None:
-    """Raise TrainingHalted if tensors of the run differ from the checkpoint.
+def require_restored(source: ResumePoint, run: Run) -> None:
+    """Raise TrainingHalted if tensors or counters of the run differ from the checkpoint.
 
     All ranks must call this function. The checksums of weights, moments, remainders and histories
     are compared. Tensors that were converted to another dtype are not compared.
     """
+    assembly = run.assembly
     saved = read_manifest(source.path).tensors
     live = {
         **assembly.tensors,
@@ -279,13 +280,46 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
     }
     present = checksums(comparable)
     wrong = [name for name in present if saved[name].weighted_sum != present[name]]
+    wrong += wrong_counters(source, run)
     if wrong:
         raise TrainingHalted(
             source.step,
-            f"{source.path}: after loading, {len(wrong)} tensors differ from the checkpoint: "
-            f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
-            "not in the recipe",
+            f"{source.path}: after loading, {len(wrong)} tensors or counters differ from the "
+            f"checkpoint: {some_of(wrong)}. No step was trained. The fault lies in the code or in "
+            "the device, not in the recipe",
         )
+
+
+def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
+    """Return a text such as "place is 31, not 32" for each counter that the checkpoint contradicts.
+
+    The expected values are computed from state.json, and not by the methods of `source`, because
+    this check covers these methods. After a rollback, the place is that of the checkpoint plus the
+    packs of all steps that the run has discarded since then. This place is not checked if the
+    recipe has changed the number of packs in a step meanwhile.
+    """
+    job, state = run.job, run.state
+    progress, identity = source.record["progress"], source.record["identity"]
+    discarded = state.left_out - progress["left_out"]
+    tokens = progress["place"] * identity["data.length"]
+    if job.data.stream and identity["data.fingerprint"] != job.identity["data.fingerprint"]:
+        tokens = 0
+    place = math.ceil(tokens / job.recipe.data.length) + discarded * job.plan.packs_per_step
+    # The steps after which another number of packs in a step was accepted.
+    changes = [
+        change["step"]
+        for change in run.past["changed"]
+        if not change["was"].keys().isdisjoint(("batch.tokens", "data.length"))
+    ]
+    if discarded and max(changes, default=0) > source.step:
+        place = state.place
+    # The number of discarded steps is checked by the place.
+    expected = progress | {"steps": job.plan.steps, "left_out": state.left_out, "place": place}
+    return [
+        f"{key} is {value:,}, not {expected[key]:,}"
+        for key, value in asdict(state).items()
+        if value != expected.get(key, value)
+    ]
 
 
 def loadable_histories(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
@@ -331,9 +365,9 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     does not use the saved precision. If the checkpoint has no suitable histories of delayed
     scaling, the histories are filled from some packs.
 
-    Raises TrainingHalted if loaded tensors differ from the checkpoint.
+    Raises TrainingHalted if loaded tensors or counters differ from the checkpoint.
     """
-    require_restored(source, run.assembly)
+    require_restored(source, run)
     schedule = run.precision.schedule
     names = [active.precision.name for active in schedule.precisions]
     name = source.record["precision"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from packing.batch import BatchStream
+from pretrain.checkpoint.state import TrainState
 from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
+from pretrain.run.resume_point import ResumePoint
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -333,6 +336,19 @@ def begin_later(packs: int) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(BatchStream, "steps", moved)
 
 
+def restore(**changes: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that restores counters of the run with these differences."""
+    state = ResumePoint.state
+
+    def changed(source: ResumePoint, job: Any) -> TrainState:
+        restored = state(source, job)
+        return replace(
+            restored, **{key: getattr(restored, key) + add for key, add in changes.items()}
+        )
+
+    return lambda patch: patch.setattr(ResumePoint, "state", changed)
+
+
 FAULTS = {
     "second moments are forgotten": (forget("exp_avg_sq"), "exp_avg_sq/"),
     "remainders are forgotten": (forget("remainder"), "remainder/"),
@@ -345,10 +361,9 @@ FAULTS = {
         begin_later(-1),
         "packs begin at position 15 in the order of packs, not at 16",
     ),
-    "a step is skipped": (
-        begin_later(8),
-        "packs begin at position 24 in the order of packs, not at 16",
-    ),
+    "a step is skipped": (restore(place=8), "place is 24, not 16"),
+    "a step is counted twice": (restore(step=1), "step is 3, not 2"),
+    "an update is not counted": (restore(skipped_steps=1), "skipped_steps is 1, not 0"),
 }
 LOW = (
     "precision=delayed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.precision.schedule import PrecisionSchedule
+from pretrain.run.checkpointing import RollbackPoint, wrong_counters
 from pretrain.run.resume_point import (
     Changes,
     ResumePoint,
@@ -464,6 +466,63 @@ def test_a_resumed_run_continues_at_the_place_of_the_checkpoint(tokens: int) -> 
     assert source.state(job_of(16)) == TrainState(
         steps=16, step=5, tokens=5 * 1024, left_out=1, place=24
     )
+
+
+def rolled_back(run: Any, point: ResumePoint) -> RollbackPoint:
+    """Return `point` as the target of a rollback after the run's present step."""
+    left_out = run.state.left_out + run.state.step - point.step
+    return RollbackPoint(
+        point.path,
+        point.record,
+        past=run.past,
+        next_place=run.state.place,
+        event={"left_out": left_out, "rollbacks": 1},
+    )
+
+
+def run_from(source: ResumePoint, job: Any, steps: int = 0) -> Any:
+    """Return a stand-in for a run that has trained some steps after `source`."""
+    state = source.state(job)
+    state.step += steps
+    state.place += steps * job.plan.packs_per_step
+    return SimpleNamespace(job=job, state=state, past=source.past)
+
+
+@pytest.mark.parametrize("place", [0, 1, -1, 4])
+def test_the_place_after_a_resume_and_rollbacks_is_checked(place: int) -> None:
+    job = job_of()
+    source = replace(checkpoint_at(5), past={"changed": [], "left_out": 0})
+    source.record["progress"] |= {"left_out": 1, "place": 24}
+    other_length, stream = checkpoint_at(5), checkpoint_at(5)
+    other_length.record["identity"]["data.length"] = 250
+    other_stream = job_of(stream=object(), **{"data.fingerprint": "b"})
+    stream.record["identity"]["data.fingerprint"] = "a"
+    # A rollback to step 5, and a second one to step 4.
+    once = rolled_back(run_from(source, job, steps=3), source)
+    older = replace(checkpoint_at(4), past=source.past)
+    older.record["progress"] |= {"left_out": 1, "place": 20}
+    twice = rolled_back(run_from(once, job, steps=2), older)
+    for point, its_job, expected in (
+        (source, job, 24),
+        (other_length, job, 20),
+        (stream, other_stream, 0),
+        (once, job, 36),
+        (twice, job, 44),
+    ):
+        run = run_from(point, its_job)
+        run.state.place += place
+        lines = [f"place is {expected + place}, not {expected}"]
+        assert wrong_counters(point, run) == (lines if place else [])
+
+
+def test_a_rollback_to_before_an_accepted_batch_size_is_not_stopped() -> None:
+    changes = [{"step": 6, "was": {"batch.tokens": 2048}}]
+    resumed = replace(checkpoint_at(6), past={"changed": changes, "left_out": 0})
+    resumed.record["progress"]["place"] = 48
+    older = replace(checkpoint_at(4), past=resumed.past)
+    older.record["progress"]["place"] = 32
+    run = run_from(resumed, job_of(), steps=2)
+    assert not wrong_counters(older, run_from(rolled_back(run, older), run.job))
 
 
 @given(place=st.integers(0, 10**6), before=st.integers(1, 9000), after=st.integers(1, 9000))
