@@ -11,6 +11,7 @@ steps take other matrices. docs/developers/verification.md lists everything that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -27,6 +28,7 @@ from pretrain.model.distributed import from_all_ranks, largest_over_ranks
 from pretrain.model.gradients import gathered, gradient_of, gradients_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
+from pretrain.optimizer import muon
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join, master_of
 from pretrain.optimizer.muon import MOMENTUM, Hidden, Muon
@@ -48,10 +50,17 @@ ROUNDING = 2.0**-22
 # Tolerance of the weights of a matrix that Muon has updated, relative to their change. Errors and
 # change are multiplied by the momentum, because the update has singular values of about one also in
 # directions where the momentum has only roundings of BF16, which depend on the order of sums.
-MUON_RELATIVE = 0.1
+MUON_RELATIVE = 0.05
+# Tolerance of Muon's weight decay, relative to the decay, and the smallest cosine of the angle
+# between the error and the weight. The error of a correct update has almost no component along the
+# weight.
+MUON_DECAY = 0.5
 # Gradients must be summed over microbatches in FP32. If BF16 can store more than this share of the
 # nonzero sums without rounding, the check concludes that the sums were rounded to BF16.
 BF16_VALUED = 0.9
+# Relative difference of the mean losses of two microbatches with the same tokens, whose losses may
+# be summed in another order.
+EQUAL_LOSSES = 1e-6
 # Relative tolerance of a step's loss, which is an FP32 sum over the microbatches.
 LOSS_TOLERANCE = 1e-4
 
@@ -187,14 +196,23 @@ class StepCheck(Observer):
         """
         clipping = expected_clipping(self._packed.hf, self._recipe.optimizer.clip)
         arguments = (self._recipe, learning_rate, updates, clipping)
-        by_torch: list[TorchUpdate | TorchMuonUpdate] = [
-            TorchUpdate(self._packed.hf, self._optimizer, *arguments)
-        ]
-        if isinstance(self._optimizer, Muon):
+        hf, optimizer = self._packed.hf, self._optimizer
+        by_torch: list[TorchUpdate | TorchMuonUpdate] = [TorchUpdate(hf, optimizer, *arguments)]
+        split: dict[str, int] = {}
+        if isinstance(optimizer, Muon):
+            names = {parameter: name for name, parameter in hf.named_parameters()}
+            split = {names[item.parameter]: item.shape[0] for item in optimizer.hidden.values()}
+            by_torch.append(TorchMomentum(hf, optimizer, *arguments))
             by_torch += [
-                TorchMuonUpdate(item, self._packed.hf, self._optimizer, *arguments)
-                for item in one_of_each_shape([*self._optimizer.hidden.values()], updates)
+                TorchMuonUpdate(item, names[item.parameter], optimizer, *arguments)
+                for item in one_of_each_shape([*optimizer.hidden.values()], updates)
             ]
+        expected = muon_matrices(hf) if self._recipe.optimizer.name == "muon" else {}
+        if wrong_names := sorted(dict(split.items() ^ expected.items())):
+            self._wrong.append(
+                f"Muon updates {len(wrong_names)} parameters as other matrices than those of the "
+                f"model's layers: {some_of(wrong_names)}"
+            )
         yield
         weights = {
             "loss": 1.0,
@@ -231,21 +249,28 @@ class StepCheck(Observer):
     def _fit_bf16(self, seen: list[Tensor], *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
-        The samples are `some_values` of each FP32 sum. Zeros are not counted. Return False for the
-        gradients of one microbatch, which may be BF16 values. A microbatch without labels has no
-        gradients.
+        The samples are `some_values` of each FP32 sum. Zeros are not counted. The gradients of one
+        microbatch may be BF16 values, and so may their sum with equal gradients. Therefore return
+        False unless two microbatches in the sums have different mean losses. A microbatch without
+        labels has no gradients.
 
-        seen: for each microbatch in the sums, a tensor that begins with the number of its labels.
+        seen: for each microbatch in the sums, a tensor that begins with the number of its labels
+            and its summed loss.
         over_ranks: True for sums over all ranks. Then all ranks must call this method.
         """
         values = torch.cat(
             [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         )
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
-        labelled = torch.stack(seen)[:, 0].count_nonzero()
+        labels, losses, _ = torch.stack(seen).unbind(1)
+        # NaN for a microbatch without labels.
+        means = losses / labels
         if over_ranks:
-            labelled = self._accelerator.reduce(labelled, reduction="sum")
-        return (labelled > 1) & (fits.sum() > BF16_VALUED * (values != 0).sum())
+            means = self._accelerator.gather(means)
+        lowest = means.nan_to_num(nan=math.inf).amin()
+        highest = means.nan_to_num(nan=-math.inf).amax()
+        differ = highest - lowest > EQUAL_LOSSES * highest.abs()
+        return differ & (fits.sum() > BF16_VALUED * (values != 0).sum())
 
 
 class CachedWeights(Probe):
@@ -310,12 +335,51 @@ def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
     return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return True if weight decay applies to a parameter: to matrices and embeddings.
+
+    The rule is derived from the name, because this check covers the optimizer's own rule.
+    """
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return parameter.dim() >= 2 and "norm" not in module and not name.endswith("bias")
+
+
+def muon_matrices(model: nn.Module) -> dict[str, int]:
+    """Map the name of each parameter that Muon must update to its number of matrices.
+
+    These are the matrices in the layers, except for routers. The rule is derived from names and
+    numbers of values, because this check covers the optimizer's own rule: a parameter has as many
+    matrices for an expert as it has values for each value of the largest other matrix of its
+    module.
+    """
+    modules: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        path = name.removesuffix(".weight").split(".")
+        is_router = any(part == "gate" or part.startswith("router") for part in path)
+        is_in_layer = any(part.isdigit() for part in path)
+        is_matrix = is_decayed(name, parameter) and min(parameter.shape[-2:]) > 1
+        if is_in_layer and is_matrix and not is_router:
+            modules.setdefault(".".join(path[:-1]), {})[name] = parameter
+    matrices = {}
+    for parameters in modules.values():
+        for name, parameter in parameters.items():
+            others = [other.numel() for key, other in parameters.items() if key != name]
+            stacked = parameter.numel() // max(others, default=parameter.numel())
+            experts = len(parameter) if parameter.dim() == 3 else 1
+            if parameter.requires_grad:
+                matrices[name] = experts * max(stacked, 1)
+    return matrices
+
+
 class TorchUpdate:
     """The expected result of AdamW's update: torch.optim.AdamW on a sample of the values.
 
     Create the object when the gradients are complete, and call `differences` after the optimizer's
     step.
     """
+
+    # Names of the moments in the state of a parameter.
+    moments: Sequence[str] = MOMENTS
 
     def __init__(
         self,
@@ -338,17 +402,17 @@ class TorchUpdate:
         self._optimizer = optimizer
         self._recipe = recipe
         self._updates = updates
-        by_adamw = {p for group in optimizer.adamw_groups for p in group["params"]}
+        updated = {p for group in self._groups() for p in group["params"]}
         trained = [
             (name, parameter, gradient)
             for name, parameter in model.named_parameters()
-            if parameter in by_adamw and (gradient := gradient_of(parameter)) is not None
+            if parameter in updated and (gradient := gradient_of(parameter)) is not None
         ]
         self._names, self._parameters, self._gradients = zip(*trained, strict=True)
         self._device = self._parameters[0].device
         self._wrong_settings = {
             f"{what} {actual}, not {expected}"
-            for what, actual, expected in self._settings(learning_rate)
+            for what, actual, expected in (*self._settings(learning_rate), *self._dtypes())
             if actual != expected
         }
         picked = [some_values(gradient, updates) for gradient in self._gradients]
@@ -367,7 +431,7 @@ class TorchUpdate:
         after = self._values()
         in_bf16 = {
             "weights": self._recipe.weights == "bf16",
-            **dict.fromkeys(MOMENTS, self._recipe.moments_kept_in == "bf16"),
+            **dict.fromkeys(self.moments, self._recipe.moments_kept_in == "bf16"),
         }
         for kind, expected in self._expected.items():
             is_off = self._is_off(after[kind], expected, self._before[kind], in_bf16=in_bf16[kind])
@@ -385,26 +449,34 @@ class TorchUpdate:
             )
         return lines
 
-    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield a tuple (text, present value, expected value) for each setting of the optimizer.
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        """Return the parameter groups whose update is checked."""
+        return self._optimizer.adamw_groups
 
-        `text` is the beginning of an error message, such as "lr is". The settings are the
-        hyperparameters of each parameter group, and the dtypes of weights, gradients and moments.
+    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
+        """Yield a tuple (text, present value, expected value) for each hyperparameter of a group.
+
+        `text` is the beginning of an error message, such as "lr is".
         """
-        recipe = self._recipe
-        for group in self._optimizer.adamw_groups:
+        settings = self._recipe.optimizer
+        names = dict(zip(self._parameters, self._names, strict=True))
+        for group in self._groups():
             yield "lr is", group["lr"], learning_rate
-            yield "betas is", group["betas"], tuple(recipe.optimizer.betas)
-            yield "eps is", group["eps"], recipe.optimizer.eps
-            for parameter in group["params"]:
-                decay = recipe.optimizer.weight_decay if parameter.dim() >= 2 else 0.0
-                yield "weight_decay is", group["weight_decay"], decay
+            yield "betas is", group["betas"], tuple(settings.betas)
+            yield "eps is", group["eps"], settings.eps
+            for parameter in names.keys() & {*group["params"]}:
+                decays = is_decayed(names[parameter], parameter)
+                yield "weight_decay is", group["weight_decay"], settings.weight_decay * decays
+
+    def _dtypes(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a tuple as `_settings` for the dtypes of weights, gradients and moments."""
+        recipe = self._recipe
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             state = self._optimizer.state[parameter]
             stored = (
                 ("weights", parameter, recipe.weights),
                 ("gradients", gradient, recipe.gradients_kept_in),
-                *((name, state[name], recipe.moments_kept_in) for name in MOMENTS),
+                *((name, state[name], recipe.moments_kept_in) for name in self.moments),
             )
             for kind, tensor, mode in stored:
                 yield f"{kind} are", dtype_name(tensor.dtype), WEIGHT_DTYPES[mode]
@@ -412,8 +484,8 @@ class TorchUpdate:
     def _values(self) -> dict[str, Tensor]:
         """Return the sampled values of all parameters, concatenated, FP32.
 
-        Map "weights" to the sampled weights, and the name of each moment of AdamW to its sampled
-        values. Exact BF16 weights include their lower 16 bits.
+        Map "weights" to the sampled weights, and the name of each moment to its sampled values.
+        Exact BF16 weights include their lower 16 bits.
         """
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
 
@@ -426,7 +498,7 @@ class TorchUpdate:
         if all("remainder" in state for state in states):
             weights = join(weights, picked([state["remainder"] for state in states]))
         return {"weights": weights.float()} | {
-            name: picked([state[name] for state in states]).float() for name in MOMENTS
+            name: picked([state[name] for state in states]).float() for name in self.moments
         }
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
@@ -437,9 +509,9 @@ class TorchUpdate:
         The result has the keys and shapes of `_values`.
         """
         settings = self._recipe.optimizer
-        is_matrix = [parameter.dim() >= 2 for parameter in self._parameters]
-        decays = torch.tensor(is_matrix, device=self._device)[self._parameter_of]
-        # AdamW first multiplies the weights of matrices by this factor.
+        are_decayed = [*map(is_decayed, self._names, self._parameters)]
+        decays = torch.tensor(are_decayed, device=self._device)[self._parameter_of]
+        # AdamW first multiplies the decayed weights by this factor.
         kept = 1 - learning_rate * settings.weight_decay * decays
         weight = nn.Parameter(self._before["weights"] * kept)
         weight.grad = gradient
@@ -474,6 +546,43 @@ class TorchUpdate:
         )
 
 
+class TorchMomentum(TorchUpdate):
+    """The expected momentum of all parameters that Muon updates, for a sample of their values."""
+
+    moments = (MOMENTUM,)
+
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        return self._optimizer.param_groups[-1:]
+
+    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the hyperparameters of Muon, and its polynomial, which torch's Muon has too."""
+        (group,) = self._groups()
+        options = muon_options(self._recipe, learning_rate)
+        yield from ((f"Muon's {key} is", group[key], value) for key, value in options.items())
+        defaults = torch.optim.Muon([torch.zeros(1, 1)]).defaults
+        yield "Muon's polynomial is", muon.COEFFICIENTS, defaults["ns_coefficients"]
+        yield "Muon's number of steps is", muon.STEPS, defaults["ns_steps"]
+
+    def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
+        beta = self._recipe.optimizer.muon.momentum
+        return {MOMENTUM: torch.lerp(self._before[MOMENTUM], gradient, 1 - beta)}
+
+
+def muon_options(recipe: Recipe, learning_rate: float) -> dict[str, Any]:
+    """Return the arguments of torch.optim.Muon in a step.
+
+    learning_rate: the learning rate of AdamW in the step.
+    """
+    settings = recipe.optimizer
+    peak = settings.muon.learning_rate or settings.learning_rate
+    return {
+        "lr": learning_rate * (peak / settings.learning_rate),
+        "weight_decay": settings.weight_decay,
+        "momentum": settings.muon.momentum,
+        "adjust_lr_fn": settings.muon.adjust_lr_fn,
+    }
+
+
 def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
     """Return a random parameter of each shape. All ranks choose the same parameters.
 
@@ -493,7 +602,7 @@ class TorchMuonUpdate:
     def __init__(
         self,
         item: Hidden,
-        model: nn.Module,
+        name: str,
         optimizer: Muon,
         recipe: Recipe,
         learning_rate: float,
@@ -503,67 +612,59 @@ class TorchMuonUpdate:
         """Compute the expected values before the optimizer's step, as `TorchUpdate` does.
 
         item: the parameter.
+        name: the name of the parameter.
         """
         self._item = item
+        self._name = name
         self._number = Random(updates).randrange(item.shape[0])
         self._state = optimizer.state[item.parameter]
-        self._name = next(name for name, p in model.named_parameters() if p is item.parameter)
-        settings = recipe.optimizer
-        options: dict[str, Any] = {
-            "lr": learning_rate * settings.muon_lr_ratio,
-            "weight_decay": settings.weight_decay,
-            "momentum": settings.muon.momentum,
-            "adjust_lr_fn": settings.muon.adjust_lr_fn,
-        }
-        group = optimizer.param_groups[-1]
-        self._wrong_settings = [
-            f"Muon's {key} is {group[key]}, not {value}"
-            for key, value in options.items()
-            if group[key] != value
-        ]
-        before, momentum_before = self._values()
-        weight = nn.Parameter(before.clone())
+        options = muon_options(recipe, learning_rate)
+        self._decay = options["lr"] * options["weight_decay"]
+        self._before = self._values()
+        weight = nn.Parameter(self._before.clone())
         gradient = self._matrix(cast(Tensor, gradient_of(item.parameter))).float()
         weight.grad = gradient * clipping
-        momentum = momentum_before.clone()
+        self._momentum = self._matrix(self._state[MOMENTUM]).float().clone()
         reference = torch.optim.Muon([weight], **options)
-        reference.state[weight] = {"momentum_buffer": momentum}
+        reference.state[weight] = {"momentum_buffer": self._momentum}
         reference.step()
-        self._momentum = momentum
-        # For each kind: the expected values, the tolerance, and the dtype in which they are stored.
-        self._expected = {
-            "weights": (
-                weight.detach(),
-                MUON_RELATIVE * self._weighted_norm(weight.detach() - before),
-                recipe.weights,
-            ),
-            MOMENTUM: (
-                momentum,
-                RELATIVE * self._weighted_norm(momentum - momentum_before),
-                recipe.moments_kept_in,
-            ),
-        }
+        self._expected = weight.detach()
+        self._rounding = ROUNDING * self._expected
+        if recipe.weights == "bf16":
+            self._expected = weight.detach().bfloat16().float()
+            self._rounding = self._expected - weight.detach()
 
     def differences(self) -> list[str]:
         """Return one line of text for each kind of fault in the update."""
-        lines = list(self._wrong_settings)
-        kinds = zip(self._expected.items(), self._values(), strict=True)
-        for (kind, (expected, tolerance, stored)), actual in kinds:
-            rounding = expected.bfloat16() - expected if stored == "bf16" else ROUNDING * expected
-            limit = tolerance + 2 * self._weighted_norm(rounding)
-            # NaN is always a fault.
-            if not self._weighted_norm(actual - expected) <= limit:
-                lines.append(f"{kind} of a matrix in {self._name}")
+        before = self._weighted(self._before)
+        change = self._weighted(self._expected - self._before)
+        error = self._weighted(self._values() - self._expected)
+        limit = MUON_RELATIVE * change.norm() + 2 * self._weighted(self._rounding).norm()
+        lines = []
+        # NaN is always a fault.
+        if not error.norm() <= limit:
+            lines.append(f"weights of a matrix in {self._name}")
+        # Remove the components along the update, whose scale may be off too.
+        update = change + self._decay * before
+        before, error = (
+            vector - update * (vector @ update) / (update @ update) for vector in (before, error)
+        )
+        product = (before @ error).abs()
+        if (
+            product > (MUON_DECAY * self._decay + ROUNDING) * (before @ before)
+            and product > MUON_DECAY * before.norm() * error.norm()
+        ):
+            lines.append(f"weight decay of a matrix in {self._name}")
         return lines
 
-    def _weighted_norm(self, values: Tensor) -> Tensor:
-        """Return the norm of a matrix, multiplied by the momentum along the longer side."""
+    def _weighted(self, values: Tensor) -> Tensor:
+        """Return a matrix, multiplied by the momentum along the longer side, as an FP64 vector."""
         rows, columns = values.shape
         product = values @ self._momentum.mT if rows < columns else values.mT @ self._momentum
-        return torch.linalg.matrix_norm(product)
+        return product.flatten().double()
 
-    def _values(self) -> tuple[Tensor, Tensor]:
-        """Return the matrix with its remainders, and its momentum, FP32."""
+    def _values(self) -> Tensor:
+        """Return the matrix with its remainders, FP32."""
         parameter = self._item.parameter
         remainder = self._state.get("remainder")
         # Join the local parts, because ranks cannot gather int16 remainders.
@@ -571,7 +672,7 @@ class TorchMuonUpdate:
         local_part(master).copy_(
             master_of(local_part(parameter), None if remainder is None else local_part(remainder))
         )
-        return self._matrix(master), self._matrix(self._state[MOMENTUM]).float().clone()
+        return self._matrix(master)
 
     def _matrix(self, tensor: Tensor) -> Tensor:
         """Return the matrix in a tensor with the shape of its parameter, over all shards."""

@@ -7,7 +7,7 @@ Updates are computed in FP32 for all three kinds of weights. BF16 weights with r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -411,19 +411,35 @@ def exact_adamw(params: nn.Module | Iterable[Any], **options: Any) -> ExactAdamW
         >>> optimizer = exact_adamw(model, lr=3e-4, weight_decay=0.1)
     """
     if isinstance(params, nn.Module):
-        params = groups_of(params.parameters())
+        params = groups_of(params)
     return ExactAdamW(params, **options)
 
 
-def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return two groups of the parameters that require gradients.
+def groups_of(model: nn.Module, excluded: Container[nn.Parameter] = ()) -> list[dict[str, Any]]:
+    """Return two groups of the parameters of `model` that require gradients and are not `excluded`.
 
-    Weight decay applies to matrices and embeddings, but not to norms and biases.
+    Weight decay applies to matrices and embeddings, but not to norms and biases. The weights of a
+    norm may be a matrix too, with a row for each head.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-    not_decayed = [parameter for parameter in trained if parameter.dim() < 2]
+    matrices = {
+        parameter
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+        and parameter.dim() >= 2
+        and not key.endswith("bias")
+        and not is_norm(module)
+    }
+    trained = [p for p in model.parameters() if p.requires_grad and p not in excluded]
+    decayed = [parameter for parameter in trained if parameter in matrices]
+    not_decayed = [parameter for parameter in trained if parameter not in matrices]
     return [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return True if `module` is a norm, by the name of its class, such as CohereLayerNorm."""
+    # The class of an embedding whose rows are normalized has such a name too.
+    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:

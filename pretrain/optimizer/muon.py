@@ -66,8 +66,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
     "original": lambda outputs, inputs: math.sqrt(max(1.0, outputs / inputs)),
 }
-# Number of matrices that are stacked in a parameter, by the last part of its module's name.
-STACKED = {"gate_up_proj": 2, "c_attn": 3}
 
 
 # ── The matrices of a model ──
@@ -131,28 +129,48 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
             is_router = any(is_called(name, pattern) for pattern in ROUTERS)
             if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router:
                 weights[name] = (module.weight, 0 if is_transposed(module) else 1)
+    # Map the name of each module to its own weights, as [outputs, inputs].
+    sizes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, (weight, inputs) in weights.items():
+        sizes.setdefault(name.rpartition(".")[0], {})[name] = Hidden(weight, inputs).shape[1:]
     hidden = []
     for name, (weight, inputs) in weights.items():
-        kind = name.rpartition(".")[2]
-        # GPT-2 stacks them in a transposed weight, and other models with this name by heads.
-        if (
-            "qkv" in kind.lower()
-            or "query_key" in kind
-            or (kind == "c_attn" and inputs == 1)
-            or inputs == -1
-        ):
+        module_name = name.rpartition(".")[0]
+        stacked = stacked_in(name, sizes[module_name])
+        is_attention = hasattr(hf.get_submodule(module_name), "layer_idx")
+        # GPT-2 stacks queries, keys and values in a transposed weight. Other models stack them by
+        # heads.
+        known = (1,) if is_attention else (1, 2)
+        if inputs == 0:
+            known = (1, 3)
+        if inputs == -1 or stacked not in known:
             raise InputError(
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"
             )
         if weight.requires_grad and min(weight.shape[-2:]) > 1:
-            hidden.append(Hidden(weight, inputs, STACKED.get(kind, 1)))
+            hidden.append(Hidden(weight, inputs, int(stacked)))
     if not hidden:
         raise InputError(
             f"`optimizer.name: muon`: {type(hf).__name__} has no decoder layers with matrices that "
             "Muon could update; set `optimizer.name: adamw`"
         )
     return hidden
+
+
+def stacked_in(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
+    """Return the number of matrices that are stacked along the outputs of a weight, at least 1.
+
+    A module multiplies its inputs by a first matrix, and the result by a last matrix, which leads
+    back to the number of inputs. So each matrix of the first weight has at most as many outputs as
+    the last matrix has inputs. The result is not an integer if the matrices are of different sizes.
+
+    name: the name of the weight.
+    sizes: map the name of each weight of the same module to (outputs, inputs).
+    """
+    outputs, inputs = sizes[name]
+    widths = [width for other, (back, width) in sizes.items() if back == inputs and other != name]
+    return max(1.0, outputs / max(widths, default=outputs))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -351,7 +369,7 @@ def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact
     """
     hidden = hidden_parameters(model.hf)
     by_muon = dict.fromkeys(item.parameter for item in hidden)
-    by_adamw = groups_of(p for p in model.parameters() if p not in by_muon)
+    by_adamw = groups_of(model, excluded=by_muon)
     group = {
         "params": list(by_muon),
         "lr_ratio": settings.muon_lr_ratio,

@@ -296,7 +296,7 @@ def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
     The expected values are computed from state.json, and not by the methods of `source`, because
     this check covers these methods. After a rollback, the place is that of the checkpoint plus the
     packs of all steps that the run has discarded since then. This place is not checked if the
-    recipe has changed the number of packs in a step meanwhile.
+    recipe has changed since then, because it may have changed the number of packs in a step.
     """
     job, state = run.job, run.state
     progress, identity = source.record["progress"], source.record["identity"]
@@ -305,13 +305,8 @@ def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
     if job.data.stream and identity["data.fingerprint"] != job.identity["data.fingerprint"]:
         tokens = 0
     place = math.ceil(tokens / job.recipe.data.length) + discarded * job.plan.packs_per_step
-    # The steps after which another number of packs in a step was accepted.
-    changes = [
-        change["step"]
-        for change in run.past["changed"]
-        if not change["was"].keys().isdisjoint(("batch.tokens", "data.length"))
-    ]
-    if discarded and max(changes, default=0) > source.step:
+    last_change = max((change["step"] for change in run.past["changed"]), default=0)
+    if discarded and last_change > source.step:
         place = state.place
     # The number of discarded steps is checked by the place.
     expected = progress | {"steps": job.plan.steps, "left_out": state.left_out, "place": place}

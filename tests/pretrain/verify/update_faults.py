@@ -17,7 +17,9 @@ from torch import Tensor
 from packing.batch import StepBatches
 from pretrain.model import gradients, packed
 from pretrain.model.gradients import gradient_of
-from pretrain.optimizer import adamw
+from pretrain.optimizer import adamw, muon
+from pretrain.optimizer.adamw import Hyperparameters
+from pretrain.optimizer.muon import Hidden, Muon
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.gemm import Gemm
 from pretrain.settings.recipe import LossSettings
@@ -236,6 +238,122 @@ def last_loss_logged(run: SmallRun, passes: Callable[..., Tensor], step: StepBat
     with run.packed.register_forward_hook(lambda module, args, loss: losses.append(loss.detach())):
         passes(step)
     return losses[-1] * len(losses) / step.valid_tokens
+
+
+# ── Muon ────────────────────────────────────────────────────────────────────────────────
+
+
+def fault_of_muon(what: str, **options: Any) -> Callable[[Make], Make]:
+    """Return a decorator as `fault`, for a fault of a run that trains with Muon.
+
+    The decorated function may patch the code that builds the optimizer.
+    """
+
+    def decorated(make: Make) -> Make:
+        def with_muon(run: SmallRun, patch: Patch) -> None:
+            make(run, patch)
+            settings = run.recipe.optimizer.model_copy(update={"name": "muon"})
+            run.recipe = run.recipe.model_copy(update={"optimizer": settings})
+            exact = run.recipe.weights == "bf16_exact"
+            run.optimizer = muon.build_muon(run.packed, settings, exact=exact)
+
+        return fault(what, **options)(with_muon)
+
+    return decorated
+
+
+def changing_matrices(change: Callable[[SmallRun, list[Hidden]], list[Hidden]]) -> Make:
+    """Return a fault of the list of matrices that Muon updates."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        real = muon.hidden_parameters
+        patch.setattr(muon, "hidden_parameters", lambda hf: change(run, real(hf)))
+
+    return make
+
+
+@fault_of_muon("Muon leaves the last matrix to AdamW")
+@changing_matrices
+def last_matrix_left(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
+    return hidden[:-1]
+
+
+@fault_of_muon("Muon leaves the first layer's attention to AdamW")
+@changing_matrices
+def attention_left(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
+    attention = {*run.layers[0].self_attn.parameters()}
+    return [item for item in hidden if item.parameter not in attention]
+
+
+@fault_of_muon("Muon updates the head", kind="llama")
+@changing_matrices
+def head_by_muon(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
+    return [*hidden, Hidden(run.packed.hf.get_output_embeddings().weight, 1)]
+
+
+@fault_of_muon("Muon updates the routers", kind="qwen3_moe")
+@changing_matrices
+def routers_by_muon(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
+    return [*hidden, *(Hidden(layer.mlp.gate.weight, 1) for layer in run.layers)]
+
+
+@fault_of_muon("Muon takes gate and up for one matrix", kind="qwen3_moe")
+@changing_matrices
+def gate_and_up_as_one(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
+    return [replace(item, stacked=1) for item in hidden]
+
+
+@fault_of_muon("Muon's update is 8 % too large")
+def scale_too_large(run: SmallRun, patch: Patch) -> None:
+    scale = muon.SCALES["match_rms_adamw"]
+    patch.setitem(muon.SCALES, "match_rms_adamw", lambda *shape: 1.08 * scale(*shape))
+
+
+@fault_of_muon("Muon's polynomial has swapped digits")
+def swapped_digits(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0135))
+
+
+def changing_decay(change: Callable[[Hyperparameters], float]) -> Make:
+    """Return a fault of the weight decay of Muon's matrices."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        apply = Muon._apply
+        patch.setattr(
+            Muon,
+            "_apply",
+            lambda optimizer, batch, updates, hyper: apply(
+                optimizer, batch, updates, hyper._replace(weight_decay=change(hyper))
+            ),
+        )
+
+    return make
+
+
+@fault_of_muon("Muon's weight decay is omitted")
+@changing_decay
+def decay_omitted(hyper: Hyperparameters) -> float:
+    return 0.0
+
+
+@fault_of_muon("Muon's weight decay is multiplied by the scale of the update")
+@changing_decay
+def decay_scaled(hyper: Hyperparameters) -> float:
+    return hyper.weight_decay * hyper.scale
+
+
+@fault_of_muon("the momentum of one matrix of Muon stays zero")
+def momentum_stays_zero(run: SmallRun, patch: Patch) -> None:
+    direction = Muon._direction
+    weight = run.layers[0].self_attn.k_proj.weight
+
+    def forgotten(optimizer: Muon, item: Hidden, *rest: Any) -> Tensor:
+        result = direction(optimizer, item, *rest)
+        if item.parameter is weight:
+            optimizer.state[weight]["momentum"].zero_()
+        return result
+
+    patch.setattr(Muon, "_direction", forgotten)
 
 
 @fault("no scale is updated from the second step on", delayed)
