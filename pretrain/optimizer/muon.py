@@ -12,9 +12,9 @@ These are the operations of torch.optim.Muon in the same order. Weights are stor
 `ExactAdamW`, so BF16 weights with remainders follow the trajectory of FP32 weights.
 
 A stacked parameter has several matrices: one for each expert, gate and up, or queries, keys and
-values. Each matrix is orthogonalized separately. Several processes share the work: one of them
-orthogonalizes a parameter and sends the update to all others. If parameters are sharded, all
-processes gather the direction first.
+values. They are found by shapes, and each one is orthogonalized separately. Several processes share
+the work: one of them orthogonalizes a parameter and sends the update to all others. If parameters
+are sharded, all processes gather the direction first.
 """
 
 from __future__ import annotations

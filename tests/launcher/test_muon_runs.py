@@ -49,12 +49,13 @@ def test_a_run_in_low_precision_passes_all_checks_and_learns(
     assert all(0.1 < value < 0.25 for value in rms)
 
 
-def test_a_skipped_step_reports_no_update(
+def test_a_skipped_step_reports_no_update_and_the_next_is_checked(
     start_here: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     recipe = recipe_of(recipe_for, tmp_path / "run")
     with poisoned_once(tmp_path / "run", steps_before=2):
-        run = start_here(recipe, tmp_path, *MUON, "train.steps=4", "health.on_nan=skip")
+        checked = ("train.steps=4", "log.fp8_statistics=1")
+        run = start_here(recipe, tmp_path, *MUON, *checked, "health.on_nan=skip")
     assert run.status == 0, run.output
     assert [step["skipped"] for step in run.steps()] == [False, False, True, False]
     for step in run.steps():

@@ -230,6 +230,11 @@ def test_a_batch_has_a_limited_number_of_values(monkeypatch: pytest.MonkeyPatch)
     hidden = [Hidden(nn.Parameter(torch.empty(8, 8)), 1) for _ in range(5)]
     hidden.append(Hidden(nn.Parameter(torch.empty(64, 8)), 1))
     assert [len(batches[0]) for batches in share(hidden, 1)] == [1, 2, 2, 1]
+    # The second rank has one batch more than the first.
+    batches_of_ranks = share(hidden, 2)
+    assert [len(batches) for batches in batches_of_ranks] == [2, 1, 1]
+    shared = [item for batches in batches_of_ranks for batch in batches.values() for item in batch]
+    assert len(shared) == len({*shared}) == len(hidden)
 
 
 # ── State, settings and the built optimizer ──

@@ -1,0 +1,223 @@
+"""The matrices of Muon and the decayed weights of all model types that the launcher trains."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.model.huggingface import (
+    build_on_meta,
+    check_architecture,
+    config_values,
+    decoder_layers,
+)
+from pretrain.observe.step_check import is_decayed, muon_matrices
+from pretrain.optimizer.adamw import groups_of
+from pretrain.optimizer.muon import Hidden, hidden_parameters
+from pretrain.precision.scope import LINEARS
+from pretrain.settings.recipe import LossSettings
+
+# The language models of transformers that `check_architecture` accepts.
+TRAINED = [
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aria_text",
+    "beam",
+    "bitnet",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "diffllama",
+    "doge",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "helium",
+    "hrm_text",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "jetmoe",
+    "kolibri1",
+    "laguna",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "llama",
+    "mellum",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "moshi",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "starcoder2",
+    "vaultgemma",
+]
+# Values of the keys that a configuration has, under any of their names.
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "shared_intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_qk_norm": True,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+# Types that train if all layers are of this kind.
+MIXED_LAYERS = {"granitemoehybrid", "lfm2_moe", "lfm3", "minimax"}
+# Types that train, but whose layers stack matrices in a layout that Muon does not know.
+UNKNOWN_LAYOUTS = {
+    "aria_text",
+    "ctrl",
+    "gpt_bigcode",
+    "gpt_neox",
+    "jetmoe",
+    "persimmon",
+    "phi3",
+}
+
+
+def built(model_type: str) -> PreTrainedModel:
+    """Return a small model on the meta device."""
+    kind = CONFIG_MAPPING[model_type]
+    keys = config_values(kind, {})
+    names = {kind.attribute_map.get(key, key): value for key, value in SIZES.items()}
+    values = {name: value for name, value in names.items() if name in keys}
+    changes = {"layer_types": ["full_attention"] * 2} if model_type in MIXED_LAYERS else {}
+    model = build_on_meta(kind.from_dict(values | changes | {"model_type": model_type}))
+    check_architecture(model, 64, LossSettings())
+    return model
+
+
+def outputs_of(module: nn.Module) -> torch.Tensor:
+    """Return the outputs of an MLP, or of four experts, each of which a token has chosen."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    if len(inspect.signature(module.forward).parameters) == 1:
+        return module(x[None])
+    return module(x, torch.arange(4)[:, None], torch.ones(4, 1))
+
+
+def assert_split_as_computed(module: nn.Module, hidden: dict[nn.Parameter, Hidden]) -> None:
+    """Assert that an MLP returns zeros without its gate, and not without half of another matrix."""
+    on_cpu = copy.deepcopy(module).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in on_cpu.named_parameters():
+        nn.init.normal_(weight, generator=generator)
+        if name.endswith("bias"):
+            nn.init.zeros_(weight)
+    for name, parameter in module.named_parameters():
+        if parameter not in hidden:
+            continue
+        item = hidden[parameter]
+        weight = on_cpu.get_parameter(name)
+        before = weight.clone()
+        matrices = item.split(weight)
+        is_zero = []
+        for number in range(item.stacked):
+            if item.stacked == 1:
+                matrices[:, : matrices.shape[1] // 2] = 0
+            else:
+                matrices[number :: item.stacked] = 0
+            is_zero.append(not outputs_of(on_cpu).any())
+            weight.copy_(before)
+        assert any(is_zero) is (item.stacked == 2), (type(module), name)
+
+
+@torch.no_grad()
+def test_all_model_types_that_train_have_their_matrices_and_decay() -> None:
+    refused = set()
+    computed = set()
+    for model_type in TRAINED:
+        hf = built(model_type)
+        names = {parameter: name for name, parameter in hf.named_parameters()}
+        decayed = {names[parameter] for parameter in groups_of(hf)[0]["params"]}
+        assert decayed == {name for p, name in names.items() if is_decayed(name, p)}, model_type
+        try:
+            hidden = {item.parameter: item for item in hidden_parameters(hf)}
+        except InputError:
+            refused.add(model_type)
+            continue
+        split = {names[parameter]: item.shape[0] for parameter, item in hidden.items()}
+        assert split == muon_matrices(hf), model_type
+        for layer in decoder_layers(hf).values():
+            for module in layer.modules():
+                arguments = inspect.signature(module.forward).parameters.keys()
+                is_experts = arguments == {"hidden_states", "top_k_index", "top_k_weights"}
+                linears = [child for child in module.children() if isinstance(child, LINEARS)]
+                is_mlp = len(arguments) == 1 and len(linears) > 1
+                if type(module) not in computed and (is_experts or is_mlp):
+                    computed.add(type(module))
+                    assert_split_as_computed(module, hidden)
+    assert refused == UNKNOWN_LAYOUTS
+    assert len(computed) > 75
