@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _CONTENT = {
     b"ARROW1": ("", "an Arrow file; convert it to Parquet"),
     b"%PDF-": ("", "a PDF file; extract its text"),
 }
+_NOTHING = re.compile("(?!)")
 # Offset in a source from which reading can continue. It is empty for the beginning of the source.
 Offset = dict[str, Any]
 
@@ -110,6 +112,8 @@ class Counts:
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
     unread: tuple[str, ...] = ()
+    # Number of special tokens inside of texts, which the tokenizer reads as control tokens.
+    control: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -122,6 +126,7 @@ class Counts:
             # Keep at most 30 names. Some datasets use data as names of columns, so the number of
             # names is unbounded.
             tuple(sorted({*self.unread, *other.unread})[:30]),
+            self.control + other.control,
         )
 
 
@@ -158,7 +163,8 @@ def tokenize(
 
     Raises InputError if a long document cannot be encoded.
     """
-    documents, counts = read_chunk(chunk, records, settings.on_bad_line == "skip")
+    skip_bad = settings.on_bad_line == "skip"
+    documents, counts = read_chunk(chunk, records, skip_bad, tokenizer.control)
     with as_input_error(
         (ValueError,),
         chunk.where,
@@ -182,24 +188,32 @@ def tokenize(
     )
 
 
-def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
+def read_chunk(
+    chunk: Chunk, records: Records, skip_bad: bool, control: re.Pattern[str] = _NOTHING
+) -> tuple[list[Any], Counts]:
     """Return the documents of `chunk`, and the numbers of its skipped and empty records.
+
+    The matches of `control` in the texts are counted too.
 
     The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
     skipped. Otherwise, the first malformed record raises InputError with its position.
     """
     documents = []
     skipped = []
+    found = 0
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
     for where, record in _records(chunk):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
                     documents.append(decoded(stream.read()))
+                texts = documents[-1:]
             else:
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
+                texts = records.texts(parsed)
+            found += sum(len(control.findall(text)) for text in texts if isinstance(text, str))
         except (ValueError, OSError, RecursionError) as error:
             message = f"{where}: {error}"
             if not skip_bad:
@@ -213,6 +227,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
         empty=len(documents) - len(filled),
         first_skipped=skipped[0] if skipped else None,
         unread=tuple(unread),
+        control=found,
     )
 
 

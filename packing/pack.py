@@ -264,7 +264,7 @@ class Arranged:
         self._documents = documents
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
-        lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
+        lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing or "truncate"]
         self.layouts = {
             split: lay_out(lengths[order], settings.length) for split, order in documents.items()
         }
@@ -305,6 +305,7 @@ class Arranged:
             "median_document": int(np.median(self.tokens.lengths)),
             "longest_document": int(self.tokens.lengths.max()),
             "columns_not_read": ", ".join(counts.unread),
+            "control_tokens": counts.control,
         }
         if self.masked:
             statistics["trained_tokens"] = counts.trained

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from foundation.errors import InputError, as_input_error
-from packing.arrow import Split, write_packs
+from packing.arrow import FIRST, MANIFEST, Split, read_manifest, write_packs
 from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -49,6 +49,17 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
     return {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)} | window
 
 
+def _default_packing(reading: DataSettings) -> str:
+    """Return the value of `packing` for settings that do not set it.
+
+    All parts of a stream have the packing of the first part.
+    """
+    first = reading.packs / FIRST
+    if (first / MANIFEST).is_file():
+        return read_manifest(first)["settings"]["packing"]
+    return "best_fit" if reading.messages else "truncate"
+
+
 class PackMaker(AbstractContextManager):
     """Make the packs of one source.
 
@@ -58,12 +69,14 @@ class PackMaker(AbstractContextManager):
     """
 
     def __init__(self, settings: DataSettings, processes: int) -> None:
-        self.settings = settings
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.source = open_source(settings, Records((), ()))
         # The manifest of the packs records `settings`, without the changes of `reading_settings`.
-        self.reading = reading_settings(settings, self.source)
+        reading = reading_settings(settings, self.source)
+        packing = {"packing": settings.packing or _default_packing(reading)}
+        self.settings = settings.model_copy(update=packing)
+        self.reading = reading.model_copy(update=packing)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a

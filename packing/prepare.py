@@ -138,6 +138,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
+    requested["packing"] = requested["packing"] or recorded["packing"]
     # Compare the fingerprints of the tokenizers if their names differ, or if the name is a path,
     # whose content may have changed. Otherwise do not load the tokenizer: packs may be copied to a
     # machine that does not have it.
@@ -351,6 +352,11 @@ def summary(manifest: dict[str, Any]) -> str:
         "source_identity": None,
         "stream": None,
     }
+    if values.get("control_tokens"):
+        values["control_tokens"] = (
+            f"{values['control_tokens']:,} inside texts, which end documents or turns there; "
+            "rewrite them in the source unless this is intended"
+        )
     if "fill" in values:
         values["fill"] = f"{100 * values['fill']:.2f} %"
     return (

@@ -266,7 +266,7 @@ class DataSettings(SourceSettings):
     """
 
     packs: CopiedPath
-    """Folder of packs (Arrow, MDS, OLMo), or a token file (.bin, .npy).
+    """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
 
     With `source`, packs are prepared in it. Packs that exist may be in object storage (s3://...).
     """
@@ -325,11 +325,12 @@ class DataSettings(SourceSettings):
     tokenizer is set, each pack of such files is one document.
     """
 
-    packing: Literal["truncate", "best_fit"] = "truncate"
+    packing: Literal["truncate", "best_fit"] | None = None
     """Arrangement of documents in packs.
 
     truncate: documents are concatenated and cut where a pack is full.
     best_fit: only documents longer than a pack are cut.
+    null: best_fit for chats, truncate for other documents.
     """
 
     on_bad_line: Literal["error", "skip"] = "error"

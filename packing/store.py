@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.storage import address_of, fetch, is_address
@@ -24,10 +26,10 @@ from packing.arrow import (
     read_manifest,
 )
 from packing.mds import INDEX, MDSPacks
-from packing.order import MixedPacks, splitmix64
+from packing.order import MixedPacks, evenly, splitmix64
 from packing.settings import SOURCE_NAME, DataSettings, matching_files, weights_by_phase
 from packing.stream import StreamedPacks
-from packing.token_bin import TokenBin, TokenFolder
+from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
 # Usual names of the held-out split.
@@ -134,6 +136,31 @@ def is_there(folder: Path) -> bool:
 def unprepared(settings: DataSettings) -> list[Path]:
     """Return the folders of training and validation packs that do not exist yet."""
     return [folder for folder in map(folder_of, all_parts(settings)) if not is_there(folder)]
+
+
+def notes_of(packs: Packs, tokenizer: str | None) -> list[str]:
+    """Return lines about training packs for the user. `tokenizer` is the recipe's."""
+    notes: list[str] = []
+    for part in packs.by_source.values():
+        notes += part.notes
+        # A token file records no tokenizer, and another machine may not have the recipe's.
+        with suppress(InputError):
+            loaded = load_tokenizer(tokenizer or str(part.path / "tokenizer.json"))
+            notes += _note_of_added_tokens(part, loaded.tokenizer)
+    return notes
+
+
+def _note_of_added_tokens(packs: Packs, tokenizer: Tokenizer) -> list[str]:
+    """Return a line if the tokenizer adds tokens to each text by itself that the packs lack."""
+    present = np.concatenate([packs[index].input_ids for index in evenly(len(packs), 16)])
+    added = tokenizer.encode("")
+    lacking = [token for token in added.tokens if tokenizer.token_to_id(token) not in present]
+    return [
+        f"{packs.path}: the tokenizer adds {token} to each text by itself, but the packs lack it; "
+        "encode prompts with `add_special_tokens=False`, or pack documents that begin with it, as "
+        f"data.text='{token}{{text}}'"
+        for token in lacking[:1]
+    ]
 
 
 # ── Opening ───────────────────────────────────────────────────────────────────────────────────────
@@ -247,21 +274,15 @@ def find_splits(
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
-    def end_token() -> int | None:
-        return load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
-
     def first_of(*candidates: Path) -> Callable[[], Packs] | None:
         """Return a function that opens the first of `candidates` that has packs, or None.
 
-        A candidate has packs if it is a token file or an MDS folder, or if it contains token files
-        of OLMo or MDS folders.
+        A candidate has packs if it is a token file or an MDS folder, or if it contains MDS folders.
         """
-        pack_length = length or _DEFAULT_LENGTH
         for candidate in candidates:
             if candidate.suffix in (".bin", ".npy") and candidate.is_file():
-                return partial(TokenBin, candidate, pack_length, end_token())
-            if files := sorted(candidate.glob("token_ids*.npy")):
-                return partial(TokenFolder, files, path, pack_length, end_token())
+                end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
+                return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
             inside = sorted(
                 index.parent
                 for index in candidate.glob(f"*/{INDEX}")
@@ -279,7 +300,7 @@ def find_splits(
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     raise InputError(
         f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin, "
-        "no train.npy and no token_ids*.npy (tokens). To read a token file with another "
+        "and no train.npy (tokens). To read a token file with another "
         "name, set data.packs to this file, which must end in .bin or .npy. To read several .bin "
         "or .npy files of a folder, name each in data.sources, as {name: x_train_000001.bin, "
         f"weight: 1}}; {_MAKE}"

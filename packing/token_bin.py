@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError, as_input_error
 from foundation.files import hash_file, hash_of
-from packing.arrow import JoinedPacks, Pack, Packs, checked_index
+from packing.arrow import Pack, Packs, checked_index
 from packing.token_columns import rule_of_eos, starts_of_documents
 
 # Number of different observations that an inferred dtype needs. The probability that tokens of
@@ -141,18 +140,6 @@ class TokenBin(Packs):
         return Pack(ids, np.diff(bounds).astype(np.int32), trained)
 
 
-class TokenFolder(JoinedPacks):
-    """Packs of several token files, in the order of `files`."""
-
-    def __init__(
-        self, files: Sequence[Path], path: Path, length: int, end_token: int | None
-    ) -> None:
-        """Open `files`. `path` is the name of these packs in messages. See `TokenBin`."""
-        super().__init__(path, [TokenBin(file, length, end_token) for file in files])
-        self.length = length
-        self.fingerprint = hash_of([part.fingerprint for part in self.joined])
-
-
 def _masks_of(path: Path) -> list[Path]:
     """Return the files with masks of a token file."""
     return [
@@ -209,7 +196,7 @@ def _read_bounds(path: Path, token_file: Path) -> tuple[str, np.ndarray]:
     InputError if the documents do not follow one another, or do not cover the token file.
     """
     with as_input_error(
-        (OSError, ValueError, LookupError),
+        (OSError, ValueError, LookupError, ArithmeticError),
         f"{path}: the file does not have the bounds of all documents of {token_file.name}",
         "write or copy both files again, or move the bounds away if they belong to other files",
     ):
@@ -261,7 +248,8 @@ def _read_ids(path: Path, dtype: str | None) -> tuple[np.ndarray, list[np.ndarra
             version, width, count, _, has_mask = struct.unpack_from("<5i", start, len(_LLMQ))
             tokens = _map(path, "<i4", _HEADER, count)
             bits = _map(path, "<u1", _HEADER + tokens.nbytes)
-            if (version, width) != (2, 4) or len(bits) != (-(-count // 8) if has_mask else 0):
+            mask_bytes = -(-count // 8) if has_mask else 0
+            if (version, width, len(tokens), len(bits)) != (2, 4, count, mask_bytes):
                 raise ValueError("it is not of version 2 of llmq's format, or it is cut")
             masks = [np.unpackbits(bits, count=count, bitorder="little")] if has_mask else []
         elif dtype is None and _OTHER_FILES.match(start):

@@ -78,6 +78,13 @@ class TextTokenizer:
         """Largest token id plus one. A model needs at least this number of embeddings."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @cached_property
+    def control(self) -> re.Pattern[str]:
+        """Pattern of the texts that become special tokens wherever they are."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        texts = [re.escape(token.content) for token in added if token.special]
+        return re.compile("|".join(texts) or "(?!)")
+
     @property
     def padding(self) -> int:
         """Token id that fills the rest of a pack."""

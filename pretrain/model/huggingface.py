@@ -158,6 +158,12 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     """
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
+    vocabulary = values.get("vocab_size")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        default = getattr(kind, key, None)
+        # The default of the class may be an id of a larger vocabulary.
+        if isinstance(default, int) and isinstance(vocabulary, int) and default >= vocabulary:
+            values = {key: None} | values
     for key in (kind.attribute_map.get(size, size) for size in _SIZES):
         if isinstance(values.get(key), int) and values[key] < 1:
             raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")

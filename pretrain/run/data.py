@@ -64,11 +64,6 @@ class Data:
         return next((file for file in files if file.is_file()), None)
 
     @property
-    def notes(self) -> list[str]:
-        """Return lines about the content of the training packs, for the plan."""
-        return [note for packs in self.train.by_source.values() for note in packs.notes]
-
-    @property
     def mean_squared(self) -> float:
         """Return the mean, over all tokens, of the length of the document that has the token.
 

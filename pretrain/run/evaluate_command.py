@@ -69,7 +69,9 @@ def main(options: argparse.Namespace) -> int:
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, [*skipped, *notices], options.resume)
+        # The run may have been trained on the dataset.
+        loss = f"loss on {datasets[0]}" if datasets else "held-out loss"
+        _evaluate(job, accelerator, [*skipped, *notices], options.resume, loss)
         end_processes(accelerator)
     return 0
 
@@ -162,6 +164,7 @@ def _evaluate(
     accelerator: Accelerator,
     notices: Iterable[str],
     checkpoint: str,
+    loss: str,
 ) -> None:
     """Print the held-out loss in each precision of the recipe.
 
@@ -172,6 +175,7 @@ def _evaluate(
     checkpoint: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
         the same model. With "auto", the newest checkpoint of the run folder is evaluated. If the
         run folder has no checkpoint, the weights of the model's source are evaluated.
+    loss: name of the loss in the output.
 
     Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
     from a source.
@@ -191,7 +195,7 @@ def _evaluate(
         weights = str(source.path)
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    console.notice(f"held-out loss of {weights}")
+    console.notice(f"{loss} of {weights}")
     print_in = partial(_print_loss, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():

@@ -17,6 +17,7 @@ from foundation.errors import InputError
 from foundation.units import GIB, memory
 from packing.batch import BatchStream
 from packing.order import MixedPacks
+from packing.store import notes_of
 from packing.stream import order_of
 from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.metrics.flops import ModelFlops
@@ -361,7 +362,7 @@ def _plan_of(
             if data and isinstance(data.train, MixedPacks)
             else None
         ),
-        notices=[*notices, *(data.notes if data else ())],
+        notices=[*notices, *(notes_of(data.train, recipe.data.tokenizer) if data else ())],
     )
 
 

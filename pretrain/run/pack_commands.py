@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
-from packing.store import find_splits
+from packing.store import find_splits, notes_of, open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
@@ -98,7 +99,11 @@ def tokenizer_command(options: argparse.Namespace) -> None:
 
 def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
-    print(prepare(load_data(options.recipe)))
+    settings = load_data(options.recipe)
+    folder = prepare(settings)
+    for note in notes_of(cast(Packs, open_packs(settings, "train")), settings.tokenizer):
+        say(note)
+    print(folder)
 
 
 def follow_command(options: argparse.Namespace) -> None:

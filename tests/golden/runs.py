@@ -139,7 +139,10 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
         "small": text | {"held_out": 0.7},
         "stream": text | {"streaming": {"window": 4000, "disk_gb": 0.001}},
         "chat": chat | {"packing": "best_fit"},
-        "mixture": {"sources": [text | {"weight": 0.7}, chat | {"weight": 0.3}]},
+        "mixture": {
+            "sources": [text | {"weight": 0.7}, chat | {"weight": 0.3}],
+            "packing": "truncate",
+        },
     }[kind]
     tokenizer = {
         "tokenizer": str(folder / "tokenizer.json"),

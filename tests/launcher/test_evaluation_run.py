@@ -236,6 +236,7 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     assert evaluated.status == 0, evaluated.output
     assert len(losses_printed(evaluated)) > 0, evaluated.output
     assert contents(run.run_dir) == before
+    assert f"loss on {text} of" in evaluated.output and "held-out loss" not in evaluated.output
     assert next(iter(losses_printed(evaluated).values())) != evaluations(run)[6]
     assert {*modes} == {0o700}, "other users can read the packed text"
     assert [*temporary.iterdir()] == [foreign]

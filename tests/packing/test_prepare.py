@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from foundation.errors import InputError
 from foundation.files import hash_of
@@ -29,7 +30,7 @@ from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
 from packing.records import CHATML, PLAIN
-from packing.settings import DataSettings
+from packing.settings import DataSettings, StreamingSettings
 from packing.sources import DatasetSource
 from packing.store import folder_of, open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
@@ -188,6 +189,83 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
     prepare(settings, progress=False)
     with pytest.raises(InputError, match="packing: truncate -> best_fit"):
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
+
+
+def test_packs_of_an_earlier_tokenizer_at_the_same_path_are_rejected(
+    settings: DataSettings, documents: list[str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(Path(str(settings.tokenizer)).parent, tmp_path / "tokenizer")
+    moved = settings.model_copy(update={"tokenizer": str(folder)})
+    prepare(moved, progress=False)
+    (folder / "tokenizer.json").write_text(train_tokenizer(documents[5:9], 400).to_str())
+    load_tokenizer.cache_clear()
+    with pytest.raises(InputError, match=r"other settings \(tokenizer: \w+ -> \w+\)"):
+        prepare(moved, progress=False)
+
+
+def chats_of(settings: DataSettings, corpus: Path, content: str = "word " * 30) -> DataSettings:
+    """Return settings of 40 chats, each of which fits into a pack."""
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "So. " * 9}]
+    corpus.write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    return settings.model_copy(update={"chat_template": "plain", "length": 192})
+
+
+def test_chats_are_not_cut_unless_their_packs_or_the_settings_say_so(
+    settings: DataSettings, corpus: Path, tmp_path: Path
+) -> None:
+    chats = chats_of(settings, corpus)
+    for packing in (None, "best_fit"):
+        prepare(chats.model_copy(update={"packing": packing}), progress=False)
+    manifest = read_manifest(chats.packs)
+    assert manifest["settings"]["packing"] == "best_fit"
+    assert manifest["statistics"]["cut_documents"] == 0
+    with pytest.raises(InputError, match="packing: best_fit -> truncate"):
+        prepare(chats.model_copy(update={"packing": "truncate"}), progress=False)
+    # Packs of an earlier default stay valid, and so do the other parts of a stream.
+    streaming = StreamingSettings(window=2000)
+    for values in ({"packs": tmp_path / "cut"}, {"packs": tmp_path / "s", "streaming": streaming}):
+        cut = chats.model_copy(update={"packing": "truncate", **values})
+        prepare(cut, progress=False)
+        later = cut.model_copy(update={"packing": None})
+        prepare(later, progress=False)
+        statistics = read_manifest(folder_of(later))["statistics"]
+        assert statistics["cut_documents"] > 0
+    with PackMaker(later, 1) as maker:
+        assert maker.reading.packing == "truncate"
+
+
+def test_control_tokens_in_texts_are_counted(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.write_text('{"text": "a <|endoftext|> b", "n": 1}\n{"text": "<|endoftext|>"}\n' * 3)
+    other = corpus.with_name("chats.jsonl")
+    chats = chats_of(settings, other, "<|endoftext|>Assistant: ")
+    chats = chats.model_copy(update={"source": str(other), "packs": corpus.parent / "chats"})
+    # The template ends each of 6 texts and of 40 answers with EOS, whose id is 0.
+    for data, ends in ((settings, 6), (chats, 40)):
+        prepare(data)
+        packs = open_packs(data, "train")
+        rows = [packs[index] for index in range(len(packs))]
+        zeros = sum((row.input_ids[: row.lengths.sum()] == 0).sum() for row in rows)
+        line = f"control tokens       {zeros - ends} inside texts, which end documents or turns"
+        assert zeros > ends and line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["text", "<bos>{text}"])
+def test_tokens_that_only_the_tokenizer_adds_are_named(
+    settings: DataSettings, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(Path(str(settings.tokenizer)).parent, tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<bos>"])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"source": settings.source, "tokenizer": folder, "packs": settings.packs, "text": text}
+    assert main(["prepare", *(f"data.{key}={value}" for key, value in values.items())]) == 0
+    message = "the tokenizer adds <bos> to each text by itself, but the packs lack it"
+    assert (message in capsys.readouterr().err) == (text == "text")
 
 
 def test_packs_of_an_earlier_chat_template_are_rejected(
@@ -468,3 +546,9 @@ def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
     save_tokenizer(train_tokenizer(documents[:3], 400, special), tmp_path / "chats")
     prepare(chat_settings.model_copy(update={"tokenizer": str(tmp_path / "chats")}))
     assert open_packs(chat_settings, "train")[0].input_ids[0] == 1
+    config = tmp_path / "chats/tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": None}))
+    load_tokenizer.cache_clear()
+    update = {"tokenizer": str(config.parent), "packs": tmp_path / "p", "chat_template": "plain"}
+    with pytest.raises(InputError, match=r"the template uses `eos_token`, but .* has no EOS token"):
+        prepare(chat_settings.model_copy(update=update), progress=False)

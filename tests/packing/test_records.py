@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -671,6 +672,7 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
             "`l` must have the token or -100",
         ),
         ({"i": [1, -2]}, {"input_ids": "i"}, "`i` has the id -2"),
+        ({"t": "a"}, {"text": "t }"}, "write a column as {title}, and write braces as"),
     ],
 )
 def test_an_unusable_record_raises_one_message(
@@ -678,6 +680,12 @@ def test_an_unusable_record_raises_one_message(
 ) -> None:
     with pytest.raises(InputError, match=message):
         packed(tmp_path, tokenizer_file, [record], **settings)
+
+
+def test_a_record_is_of_one_kind() -> None:
+    for kinds in (("input_ids", "text"), ("messages", "text"), ("input_ids", "messages")):
+        with pytest.raises(ValidationError, match=f"`{kinds[0]}` and `{kinds[1]}` are both set"):
+            DataSettings(packs="p", **dict.fromkeys(kinds, "column"))
 
 
 def test_a_source_inherits_the_keys_that_it_does_not_set() -> None:

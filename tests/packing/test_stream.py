@@ -442,6 +442,9 @@ def test_sources_with_differently_full_packs_advance_together(
     both = {key: value for key, value in values.items() if key != "source"}
     both |= {"sources": sources, "packing": "best_fit", "held_out": 0.0}
     data = streamed(both, tmp_path / "packs", disk_gb=0.0002)
+    order = order_of(open_packs(data, "train"), seed=3)
+    first, second = (order.packs_of_source(number, np.arange(20)) // 2 for number in range(2))
+    assert first.tolist() != second.tolist(), "each source has an order of its own"
     with InProcessPacker(data) as packer:
         for _ in steps(packed_by(packer, data), 0, 80, ahead=packer):
             pass

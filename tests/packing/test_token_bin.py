@@ -193,7 +193,12 @@ def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
         bounds = f"0,2,{part},a.jsonl,1\n2,5,b,a.jsonl,2\n5,6,c,a.jsonl,3\n"
         name.with_suffix(".csv.gz").write_bytes(gzip.compress(bounds.encode()))
         (tmp_path / f"labels_mask_part_000{part}.npy").write_bytes(bytes([0, 1, 0, 1, 1, part]))
-    packs = open_packs(DataSettings(packs=tmp_path, length=4), "train")
+    with pytest.raises(InputError, match=r"name each in data\.sources"):
+        open_packs(DataSettings(packs=tmp_path, length=4), "train")
+    names = [f"token_ids_part_000{part}.npy" for part in range(2)]
+    sources = [{"name": name, "weight": 1} for name in names]
+    data = DataSettings(packs=tmp_path, length=4, sources=sources)
+    packs = open_packs(data, "train")
     assert lengths_of(packs) == [[2, 2], [1, 1]] * 2
     assert tokens_of(packs) == [7, 7, 8, 8, 8, 9, 7, 7, 8, 8, 8, 10]
     assert [packs[index].trained.tolist() for index in (0, 3)] == [
@@ -202,7 +207,7 @@ def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
     ]
     fingerprint = packs.fingerprint
     (tmp_path / "labels_mask_part_0001.npy").write_bytes(bytes([1] * 6))
-    assert open_packs(DataSettings(packs=tmp_path, length=4), "train").fingerprint != fingerprint
+    assert open_packs(data, "train").fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(

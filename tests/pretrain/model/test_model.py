@@ -265,6 +265,18 @@ def test_under_fsdp2_only_the_first_rank_loads_weights(
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
+def test_default_tokens_beyond_the_vocabulary_are_null(tmp_path: Path) -> None:
+    for kind, chosen in (("gpt2", {}), ("phi3", {}), ("gpt2", {"eos_token_id": 96})):
+        settings = ModelSettings(config={"model_type": kind, "vocab_size": 97, **chosen})
+        config = model.load_config(settings)
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert (saved["eos_token_id"], saved["pad_token_id"]) == (chosen.get("eos_token_id"), None)
+        hf = model.build_on_meta(config)
+        assert hf.generation_config.eos_token_id == chosen.get("eos_token_id")
+    assert model.load_config(ModelSettings(config={"model_type": "gpt2"})).eos_token_id == 50_256
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
 def test_a_key_that_only_the_layers_read_is_accepted(
     kind: str,
