@@ -33,7 +33,6 @@ _CONTENT = {
     b"ARROW1": ("", "an Arrow file; convert it to Parquet"),
     b"%PDF-": ("", "a PDF file; extract its text"),
 }
-_NOTHING = re.compile("(?!)")
 # Offset in a source from which reading can continue. It is empty for the beginning of the source.
 Offset = dict[str, Any]
 
@@ -164,7 +163,8 @@ def tokenize(
     Raises InputError if a long document cannot be encoded.
     """
     skip_bad = settings.on_bad_line == "skip"
-    documents, counts = read_chunk(chunk, records, skip_bad, tokenizer.control)
+    control = None if settings.input_ids else tokenizer.control
+    documents, counts = read_chunk(chunk, records, skip_bad, control)
     with as_input_error(
         (ValueError,),
         chunk.where,
@@ -189,11 +189,11 @@ def tokenize(
 
 
 def read_chunk(
-    chunk: Chunk, records: Records, skip_bad: bool, control: re.Pattern[str] = _NOTHING
+    chunk: Chunk, records: Records, skip_bad: bool, control: re.Pattern[str] | None = None
 ) -> tuple[list[Any], Counts]:
     """Return the documents of `chunk`, and the numbers of its skipped and empty records.
 
-    The matches of `control` in the texts are counted too.
+    With `control`, its matches in the columns that are read are counted too.
 
     The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
     skipped. Otherwise, the first malformed record raises InputError with its position.
@@ -201,19 +201,22 @@ def read_chunk(
     documents = []
     skipped = []
     found = 0
+    values: list[Any] = []
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
     for where, record in _records(chunk):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
                     documents.append(decoded(stream.read()))
-                texts = documents[-1:]
+                values = documents[-1:]
             else:
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
-                texts = records.texts(parsed)
-            found += sum(len(control.findall(text)) for text in texts if isinstance(text, str))
+                values = [parsed.get(name) for name in records.read_columns]
+            if control:
+                text = json.dumps(values, ensure_ascii=False, default=str)
+                found += len(control.findall(text))
         except (ValueError, OSError, RecursionError) as error:
             message = f"{where}: {error}"
             if not skip_bad:

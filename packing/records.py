@@ -132,10 +132,6 @@ class Records:
         """
         raise NotImplementedError
 
-    def texts(self, record: dict[str, Any]) -> list[Any]:
-        """Return the values of a record that its document contains. Some are not texts."""
-        return []
-
     def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[np.ndarray]:
         """Yield the token ids of each document: [tokens] uint32.
 
@@ -201,9 +197,6 @@ class TextTemplate(Records):
         # line raises an error for it.
         text.encode()
         return text
-
-    def texts(self, record: dict[str, Any]) -> list[Any]:
-        return [record.get(column) for column in self.read_columns]
 
     def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
         # Use the fast method, which does not compute offsets.
@@ -282,9 +275,6 @@ class ChatColumns(Records):
         # This raises an error for half of a surrogate pair.
         text.encode()
         return (text, spans) if trained else None
-
-    def texts(self, record: dict[str, Any]) -> list[Any]:
-        return [value for message in self._chat(record) for value in message.values()]
 
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]

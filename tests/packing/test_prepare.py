@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from foundation.errors import InputError
 from foundation.files import hash_of
@@ -249,23 +248,6 @@ def test_control_tokens_in_texts_are_counted(
         zeros = sum((row.input_ids[: row.lengths.sum()] == 0).sum() for row in rows)
         line = f"control tokens       {zeros - ends} inside texts, which end documents or turns"
         assert zeros > ends and line in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["text", "<bos>{text}"])
-def test_tokens_that_only_the_tokenizer_adds_are_named(
-    settings: DataSettings, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(Path(str(settings.tokenizer)).parent, tmp_path / "tokenizer")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<bos>"])
-    tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    values = {"source": settings.source, "tokenizer": folder, "packs": settings.packs, "text": text}
-    assert main(["prepare", *(f"data.{key}={value}" for key, value in values.items())]) == 0
-    message = "the tokenizer adds <bos> to each text by itself, but the packs lack it"
-    assert (message in capsys.readouterr().err) == (text == "text")
 
 
 def test_packs_of_an_earlier_chat_template_are_rejected(
