@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from packing.arrow import ArrowPacks
-from packing.tokenizer import load_tokenizer
+from packing.tokenizer import load_tokenizer, train_tokenizer
 from pretrain.__main__ import main
 
 
@@ -134,3 +134,15 @@ def test_tokens_that_only_the_tokenizer_adds_are_named(
     assert main(["prepare", *(f"data.{key}={value}" for key, value in values.items())]) == 0
     message = "the tokenizer adds <bos> to each text by itself, but the packs lack it"
     assert (message in capsys.readouterr().err) == (text == "text")
+
+
+def test_packs_of_an_earlier_tokenizer_at_the_same_path_are_rejected(
+    recipe: Path, tokenizer_file: Path, documents: list[str], tmp_path: Path, capsys
+) -> None:
+    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
+    command = ["prepare", str(recipe), f"data.tokenizer={folder}"]
+    assert main(command) == 0
+    (folder / "tokenizer.json").write_text(train_tokenizer(documents[5:9], 400).to_str())
+    load_tokenizer.cache_clear()
+    assert main(command) == 2
+    assert re.search(r"other settings \(tokenizer: \w+ -> \w+\)", capsys.readouterr().err)

@@ -190,18 +190,6 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
-def test_packs_of_an_earlier_tokenizer_at_the_same_path_are_rejected(
-    settings: DataSettings, documents: list[str], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(Path(str(settings.tokenizer)).parent, tmp_path / "tokenizer")
-    moved = settings.model_copy(update={"tokenizer": str(folder)})
-    prepare(moved, progress=False)
-    (folder / "tokenizer.json").write_text(train_tokenizer(documents[5:9], 400).to_str())
-    load_tokenizer.cache_clear()
-    with pytest.raises(InputError, match=r"other settings \(tokenizer: \w+ -> \w+\)"):
-        prepare(moved, progress=False)
-
-
 def chats_of(settings: DataSettings, corpus: Path, content: str = "word " * 30) -> DataSettings:
     """Return settings of 40 chats, each of which fits into a pack."""
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "So. " * 9}]
