@@ -24,8 +24,8 @@ from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.emulation import EmulationEngine
-from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.product import LinearState, PrecisionContext
+from pretrain.precision.gemm import GemmEngine, TorchGemm
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.settings import (
     PRECISIONS,
     ActivePrecision,
@@ -90,6 +90,12 @@ def linear_of(
     linear = LinearState(name, PrecisionContext(engine, torch.bfloat16, low_precision=True))
     linear.add(engine, in_features, out_features, bias=bias)
     return linear
+
+
+def call_of(name: str, ends: Tensor | None = None) -> LinearPass:
+    """Return a pass of the linear `name`, as probes get it. `ends` are those of experts."""
+    context = PrecisionContext(None, torch.bfloat16)
+    return LinearPass(TorchGemm(name), context, differentiable=True, ends=ends)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pretrain.observe.operand_statistics import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
+from tests.pretrain.conftest import QUANTIZED, active_in, call_of, emulation_of
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -74,7 +74,7 @@ def record_of(
     }
     statistics = OperandStatistics(active_in(recipe, **options).quantized_precision, scales)
     for part in x.chunk(parts):
-        statistics.operand("l", role, lambda part=part: part, None)
+        statistics.operand("l", role, lambda part=part: part, call_of("l"))
     (record,) = statistics.records()
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 
@@ -99,7 +99,8 @@ def test_underflow_is_reported_per_expert(role):
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
     statistics = OperandStatistics(active_in("current").quantized_precision, {})
-    statistics.operand("l", role, lambda: x, torch.tensor([16, 32, 32, 64], dtype=torch.int32))
+    ends = torch.tensor([16, 32, 32, 64], dtype=torch.int32)
+    statistics.operand("l", role, lambda: x, call_of("l", ends))
     assert statistics.records()[0]["underflow_of_experts"] == (
         [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
     )

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from pretrain.observe.product_check import ProductCheck, token_rows
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.gemm import TorchGemm
-from pretrain.precision.product import LinearPass, PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS
 from pretrain.verify.reference_quantizer import compare_codes, differing_share
-from tests.pretrain.conftest import active_in
+from tests.pretrain.conftest import active_in, call_of
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
@@ -61,13 +60,11 @@ def test_a_gradient_is_sampled_although_its_last_tokens_have_no_label() -> None:
 
 def test_one_operand_of_each_role_and_size_is_compared() -> None:
     active = active_in("mxfp8")
-    context = PrecisionContext(None, torch.bfloat16)
-    check = ProductCheck(context, active)
+    check = ProductCheck(PrecisionContext(None, torch.bfloat16), active)
     for scale in (0.0, 1.0, 2.0):
         operand = scale * torch.randn(128, 128, dtype=torch.bfloat16)
         name = f"linear {scale}"
-        call = LinearPass(TorchGemm(name), context, differentiable=True)
-        check.operand(name, "input", lambda operand=operand: operand, call)
+        check.operand(name, "input", lambda operand=operand: operand, call_of(name))
     compared = compare_codes(check, active)
     assert [comparison.excess for comparison in compared] == [0, 0]
     assert {comparison.name for comparison in compared} == {
