@@ -35,14 +35,14 @@ install: $(VENV)/.installed
 # The script explains its options, which are environment variables.
 gpu:
 	bash cluster/gpu_install.sh
+	$(PIP) --no-deps --no-build-isolation -e .
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
-# Use one thread, because the model is so small that several threads would wait for each other. Exit
-# status 1 is not an error. It means that more seeds are needed for a verdict.
+# Exit status 1 is not an error. It means that more seeds are needed for a verdict.
 which: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1 \
+	$(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1 \
 		|| test $$? -eq 1
 
 # The tests start dozens of processes. An empty PYTHONDONTWRITEBYTECODE makes Python keep bytecode
@@ -85,6 +85,7 @@ $(VENV)/.installed: $(REQUIREMENTS)
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' $(REQUIREMENTS))"
 	$(PIP) -r $(REQUIREMENTS)
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed

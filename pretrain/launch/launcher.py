@@ -264,9 +264,10 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     """
     import torch
 
+    # Set the number of threads explicitly, because torch has already read OMP_NUM_THREADS. Only a
+    # number that the user has set stays in the environment, see `pretrain.run.job.use_one_thread`.
+    torch.set_num_threads(int(environment.pop("OMP_NUM_THREADS")))
     os.environ.update(environment)
-    # Set the number of threads explicitly, because torch has already read OMP_NUM_THREADS.
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = list(command[command.index(sys.executable) + 1 :])
     runpy.run_path(sys.argv[0], run_name="__main__")
 

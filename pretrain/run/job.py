@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -63,6 +64,11 @@ from pretrain.run.data import (
 from pretrain.run.tokenizer import fingerprint_at, tokenizer_for, with_tokens
 from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
+
+# Product of the tokens in a microbatch and the hidden size below which a CPU uses one thread.
+# Threads wait for each other after every operation. If other programs use the cores, as on most
+# laptops, waiting takes longer than the operations of such a small model.
+FEW_VALUES = 2**19
 
 
 @dataclass(frozen=True)
@@ -400,6 +406,8 @@ def _fit_to_machine(
         for active in plan.precisions
     }
     plan = replace(plan, layers=layers, attention=chosen.name)
+    if device_type == "cpu":
+        plan = use_one_thread(plan)
     if plan.devices.sharded and device_type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
         plan = replace(plan, devices=replace(plan.devices, gathered=True))
     plan = spend_spare_memory(plan)
@@ -407,6 +415,20 @@ def _fit_to_machine(
     if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
     return plan, chosen
+
+
+def use_one_thread(plan: Plan) -> Plan:
+    """Let torch use one thread if the model is small, and return the plan with a notice about it.
+
+    The choice depends only on the recipe, because the number of threads changes the order of sums.
+    A number in OMP_NUM_THREADS is not changed.
+    """
+    tokens = plan.expected_microbatch * plan.recipe.data.length
+    if tokens * plan.flops.shape.hidden >= FEW_VALUES or "OMP_NUM_THREADS" in os.environ:
+        return plan
+    torch.set_num_threads(1)
+    notice = "one thread, because the model is small (OMP_NUM_THREADS sets another number)"
+    return replace(plan, notices=[*plan.notices, notice])
 
 
 def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from pretrain.plan.speed import predict
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.run.job import check_host_memory, cuda_graphs
+from pretrain.run.job import check_host_memory, cuda_graphs, use_one_thread
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
 from tests.pretrain.plan.plan_recipe import (
@@ -248,6 +249,28 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
             devices = Devices(4, sharded=True, memory=int(memory))
             assert fits_gathered(plan(qwen3, settings, devices)) is fits
+
+
+def test_a_small_model_uses_one_thread_unless_the_user_sets_a_number(
+    qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_tokens(length: int) -> Plan:
+        batch = {"tokens": 2 * length, "microbatch": 2}
+        return plan(qwen3, recipe(data={"packs": "packs", "length": length}, batch=batch))
+
+    threads = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        torch.set_num_threads(2)
+        large = with_tokens(128)  # 256 tokens x 2,048 values
+        assert use_one_thread(large) is large and torch.get_num_threads() == 2
+        assert "OMP_NUM_THREADS" in use_one_thread(with_tokens(64)).notices[-1]
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert not use_one_thread(with_tokens(64)).notices and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_plan_says_how_often_weights_are_gathered(qwen3: PreTrainedModel) -> None:
