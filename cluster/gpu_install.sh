@@ -23,6 +23,7 @@ cache="${WHEEL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/low-precision-pretraining}
 oldest_driver=580 # of CUDA 13
 dry_run=""
 without_gpu=""
+clear="" # option of venv that deletes an environment with another Python
 for option in "$@"; do
     case "$option" in
         --dry-run) dry_run=yes ;;
@@ -52,16 +53,24 @@ check_driver() {
     nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader
 }
 
+is_measured_python() {
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'
+}
+
 check_python() {
-    if [[ -e "$venv/bin/python" ]]; then
+    # Replace an environment of the Makefile with another Python, such as that of `make demo`.
+    if [[ -e "$venv/.installed" ]] && ! is_measured_python "$venv/bin/python"; then
+        clear=--clear
+    elif [[ -e "$venv/bin/python" ]]; then
         python="$venv/bin/python"
-    else
+    fi
+    if [[ "$python" != "$venv/bin/python" ]]; then
         command -v "$python" >/dev/null ||
             fail "$python is missing: install Python 3.12 (Ubuntu 24.04: apt-get install python3.12-venv python3.12-dev), or set PYTHON"
         "$python" -c 'import ensurepip, venv' 2>/dev/null ||
             fail "$python has no venv: install it (Ubuntu: apt-get install python3.12-venv)"
     fi
-    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
+    is_measured_python "$python" ||
         fail "$python is $("$python" --version), and the measured versions are for Python 3.12: set PYTHON, or remove an older $venv"
     "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null ||
         fail "the headers of $python are missing: install them (Ubuntu: apt-get install python3.12-dev)"
@@ -121,7 +130,7 @@ if [[ -n "$wheels" ]]; then
     export PIP_NO_INDEX=1 PIP_FIND_LINKS="$wheels"
 fi
 
-[[ -e "$bin/python" ]] || run "$python" -m venv "$venv"
+[[ "$python" == "$bin/python" ]] || run "$python" -m venv "$venv" $clear
 # torch requires an exact version of cuda-toolkit. Its extras add the headers that torch does not need.
 run "$bin/python" -m pip install -r requirements-measured.txt "cuda-toolkit[cccl,crt]"
 # The extension fits one version of Transformer Engine, torch, CUDA, Python and the C library.

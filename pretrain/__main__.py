@@ -69,5 +69,10 @@ def usage() -> str:
     )
 
 
-if __name__ == "__main__":
+def run_console() -> None:
+    """Run the command line of this process, as `pretrain` and `python -m pretrain`."""
     end_process(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run_console()

@@ -117,6 +117,18 @@ def test_a_dry_run_installs_nothing(machine: Machine):
     assert "-m" not in machine.log.read_text()
 
 
+def test_an_environment_of_the_makefile_with_another_python_is_replaced(machine: Machine):
+    other = machine.folder / "venv/bin/python"
+    other.parent.mkdir(parents=True)
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    refused = machine.install()
+    assert refused.returncode == 2 and "set PYTHON, or remove an older" in refused.stderr
+    (machine.folder / "venv/.installed").touch()
+    assert machine.install().returncode == 0
+    assert f"-m venv {machine.folder}/venv --clear\n" in machine.log.read_text()
+
+
 REFUSED = {
     "the driver is 570.86.15, and CUDA 13 needs 580 or newer": {"DRIVER": "570.86.15"},
     "nvidia-smi reports no GPU: No devices were found": {"DRIVER": ""},
