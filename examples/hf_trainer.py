@@ -16,8 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from pretrain.api import audit, convert, exact_adamw
 
 warnings.filterwarnings("ignore", ".*so the precision is emulated")  # as expected on a CPU
-# transformers 5.17 does not have the new name of this option.
-warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated")
 torch.manual_seed(0)
 
 # Data: numbers that count up. Any dataset with `input_ids` and `labels` will do.
@@ -51,7 +49,7 @@ arguments = TrainingArguments(
     max_steps=10,
     per_device_train_batch_size=8,
     gradient_accumulation_steps=2,
-    gradient_checkpointing=True,  # works: layers are recomputed with the scales of their forward
+    activation_checkpointing=True,  # works: layers are recomputed with the scales of their forward
     eval_strategy="steps",
     eval_steps=5,
     save_steps=10,
