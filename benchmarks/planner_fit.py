@@ -9,12 +9,10 @@ A row of planner_rows.csv is one measured step. To add a row, append a line with
 model, the settings of the run, the mean over tokens of the length of the token's document, the
 speed in tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of
 a published speed. Then run this command, and change the shares in pretrain/precision/formats and
-the factors in pretrain/metrics/cards.py. At last, write measured.csv again
-(`benchmarks/planner_rows.py`). tests/pretrain/plan/test_speed.py compares all of them with the fit.
-The status of a row:
+the factors in pretrain/metrics/cards.py. tests/pretrain/plan/test_speed.py compares all of them
+with the fit. The status of a row:
 
-* `fit`: a step of this trainer on one GPU. The shares are fitted to these rows, and a plan quotes
-  them.
+* `fit`: a step of this trainer on one GPU. The shares are fitted to these rows.
 * `multi`, `not fused`, `experts`, `tiny`, `special`: a step of this trainer on several GPUs with
   NVLink, or another step that the fit leaves out. The column `note` gives the reason.
 * `published`: a step of another trainer. The column `file` names the source, and `commit` its
@@ -35,7 +33,7 @@ import numpy as np
 
 from benchmarks.planner_rows import Row, read_rows
 from pretrain.metrics.cards import CARDS, Card
-from pretrain.plan.speed import COSTS, rates_of, step_seconds
+from pretrain.plan.speed import COSTS, step_seconds
 from pretrain.plan.work import Work
 from pretrain.precision.formats.definition import StepCosts
 
@@ -106,7 +104,7 @@ class Point:
         """
         card = self.card if factor is None else replace(self.card, factor=factor)
         work = self.work
-        seconds = step_seconds(card, work, rates_of(card, costs_with(shares)))
+        seconds = step_seconds(card, work, costs_with(shares))
         if self.row.values["trainer"] != "ours":
             gpus = work.devices.count
             sent = SENT_BY_OTHERS * work.flops.parameters * (gpus - 1) / gpus

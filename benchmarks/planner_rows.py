@@ -1,25 +1,19 @@
 """Read planner_rows.csv, the measured and published speeds of training steps.
 
-    python -m benchmarks.planner_rows > pretrain/plan/measured.csv
-
-The command prints the steps that `pretrain.plan.speed` quotes: the rows with the status `fit`, with
-the times that the formula predicts. `benchmarks/planner_fit.py` describes the columns of
-planner_rows.csv, and fits the constants of the formula to them.
+`benchmarks/planner_fit.py` describes its columns, and fits the constants of the formula of
+`pretrain.plan.speed` to its rows.
 """
 
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.plan.memory import BYTES, Devices
-from pretrain.plan.speed import step_seconds
 from pretrain.plan.work import RECOMPUTED, Work
 from pretrain.precision.settings import PRECISIONS
 
@@ -102,29 +96,3 @@ def _flops_in(values: Mapping[str, str]) -> ModelFlops:
         idle_weights=(experts - chosen) * expert,
         choices=chosen,
     )
-
-
-def measured_steps() -> list[dict[str, str]]:
-    """Return the rows of measured.csv."""
-    steps = []
-    for row in read_rows("fit"):
-        card = card_of(row.values["card"])
-        assert card is not None
-        seconds = sum(step_seconds(card, row.work).values())
-        steps.append(
-            {
-                "card": card.name,
-                "date": row.values["date"],
-                "predicted": f"{1e6 * seconds / row.work.tokens:.8g}",
-                "measured": f"{1e6 * row.work.devices.count / row.speed:.8g}",
-                "kind": row.work.kind,
-            }
-        )
-    return steps
-
-
-if __name__ == "__main__":
-    rows = measured_steps()
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from foundation.units import UNKNOWN, cell
+from foundation.units import UNKNOWN, cell, with_bar
 from pretrain.metrics.cards import CARDS, Card
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
-from pretrain.plan.speed import SAME, Prediction, predict
+from pretrain.plan.speed import Prediction, predict
 from pretrain.plan.targets import devices_called, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.schedule import PrecisionSchedule
@@ -43,10 +43,10 @@ options of a row to `python -m pretrain train my.yaml weights=bf16_exact`.
 * *TE*: runs on Transformer Engine. *emulated*: refused, because the hardware or Transformer Engine
   lacks the format, unless `fp8_config.on_unsupported=emulate` is set. It shows the effect on the
   loss, slowly.
-* Tokens/s are of training with short documents on one GPU: *measured* (hosts differ by 4 %), or
-  predicted from steps of the trainers and model sizes in the column *speed by steps of*; other
-  sizes are extrapolated. The gain of FP8 with delayed scaling has an error of 5 % on H100s and
-  H200s, and of 10 % on others, where our kernels never ran.
+* Tokens/s are of training with short documents on one GPU. They are predicted from steps of the
+  trainers and model sizes in the column *speed by steps of*; other sizes are extrapolated. The gain
+  of FP8 with delayed scaling has an error of 5 % on H100s and H200s, and of 10 % on others, where
+  our kernels never ran.
 """
 TAIL = """\
 
@@ -104,19 +104,13 @@ def cells_of(card: Card) -> list[str]:
     for sizes in (SMALL, {}):
         plain = prediction(card, "bf16", **sizes)
         low = prediction(card, "delayed", **sizes) if runs["delayed"] else None
-        speed = plain and plain.tokens_per_second
-        cells.append(f"{speed:,.0f}, {basis_of(plain)}" if plain and speed else "not known")
+        speed = "does not fit"
+        if plain is not None:
+            speed = with_bar(plain.tokens_per_second, plain.bar, ",.0f")
+        cells.append(speed)
         cells.append(f"{low.gain:.2f} ×" if low and low.gain else UNKNOWN)
-        if plain is None:
-            cells[-2:] = ["does not fit", UNKNOWN]
     # The options are those of the speeds in FP8.
     return [*cells, card.source, "`--config fp8_delayed`" if runs["delayed"] else "none"]
-
-
-def basis_of(predicted: Prediction) -> str:
-    """Return "measured", or the error of a prediction."""
-    assert predicted.bar is not None
-    return "measured" if predicted.bar == SAME else f"± {100 * predicted.bar:.0f} %"
 
 
 def page() -> str:

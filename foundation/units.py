@@ -110,6 +110,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
+def with_bar(value: float | None, bar: float | None, form: str) -> str:
+    """Format a value and the half-width of its error, for example "66,135 ± 7 %".
+
+    Return a dash if the value is not known.
+
+    bar: the half-width as a fraction. None if the value is exact.
+    form: the format of the value, such as ",.0f".
+    """
+    if value is None:
+        return UNKNOWN
+    return f"{value:{form}}" if bar is None else f"{value:{form}} ± {100 * bar:.0f} %"
+
+
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:
     """Format a value with the function `form`. Return a dash if the value is None."""
     return UNKNOWN if value is None else form(value)

@@ -173,10 +173,11 @@ def horizon_lines(plan: Plan) -> list[str]:
 def _time_line(plan: Plan) -> str:
     """Return a line with the predicted time of the run, and how sure it is."""
     prediction = predict(plan)
-    if prediction.tokens_per_second is None:
-        return f"not predicted: {prediction.basis}"
-    time = units.duration(plan.total_tokens / prediction.tokens_per_second)
-    return f"{time} at {prediction.tokens_per_second:,.0f} tokens/s: {prediction.basis}"
+    speed = prediction.tokens_per_second
+    if speed is None:
+        return f"not predicted: {prediction.reason}"
+    time = units.duration(plan.total_tokens / speed)
+    return f"{time}: {units.with_bar(speed, prediction.bar, ',.0f')} tokens/s"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

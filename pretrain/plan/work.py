@@ -46,23 +46,6 @@ class Work:
     # See RECOMPUTED. Zeros if no layer is recomputed.
     recomputed: tuple[float, ...]
 
-    @property
-    def kind(self) -> str:
-        """Return a text that is equal for steps of the same kind, which measured.csv lists.
-
-        Steps of the same kind may differ in the tokens, in the document lengths, and in the weights
-        of norms, biases and positions.
-        """
-        flops = self.flops
-        return (
-            f"{flops.shape}, {flops.per_token_matrix:.0f} FLOPs a token, "
-            f"{flops.expert_weights} weights of experts, tied={flops.tied}, {self.precision}, "
-            f"low_head={self.low_head}, kept={self.kept:g}, experts_kept={self.experts_kept:g}, "
-            f"{self.attention}, {self.devices.count} devices, {self.devices.topology}, "
-            f"gradients {self.gradients}, moments {self.moments:g}, offloaded {self.offloaded:g}, "
-            f"fused={self.fused}, recomputed={self.recomputed[0]:.3f}"
-        )
-
 
 def work_of(plan: Plan, active: ActivePrecision) -> Work:
     """Return the work of a step of `plan` in the precision `active`."""

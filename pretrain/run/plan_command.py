@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import GIB, UNKNOWN, markdown, or_dash
+from foundation.units import GIB, UNKNOWN, markdown, or_dash, with_bar
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.cards import card_called
@@ -26,7 +26,7 @@ from pretrain.plan.rendering import (
     render,
     width,
 )
-from pretrain.plan.speed import HERE, SAME, Prediction, predict
+from pretrain.plan.speed import Prediction, predict
 from pretrain.plan.targets import devices_called, obstacle, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
@@ -46,8 +46,7 @@ ON_GPUS = [
 # The last column needs a price.
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (
-    f"tokens/s: measured on another host, which may differ by {100 * SAME:.0f} %, or predicted, ± "
-    "the error of the prediction, with all packages of requirements-cuda.txt",
+    "tokens/s: predicted, ± the error of a prediction, with the packages of requirements-cuda.txt",
     "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
     "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
@@ -170,13 +169,12 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         missing = obstacle(plan)
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
-        # The notes below the tables explain a prediction from the data sheet.
-        is_explained = prediction.bar is not None and HERE not in prediction.basis
-        basis = [] if is_explained else [prediction.basis]
+        reason = prediction.reason
         if missing is None and not fits(plan):
-            basis = [f"does not fit; {settings_that_fit(plan)}"]
-        for remark in [missing] if missing else [*plan.experts_in_bf16, *basis]:
-            remarks[remark].append(label)
+            reason = f"does not fit; {settings_that_fit(plan)}"
+        for remark in [missing] if missing else [*plan.experts_in_bf16, reason]:
+            if remark:
+                remarks[remark].append(label)
     columns = COLUMNS[:-1] if price is None else COLUMNS
     cells = [row[: len(columns)] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
     major, minor = devices.capability or (0, 0)
@@ -206,8 +204,8 @@ def _row(
     dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
     cells = [
         label,
-        _with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
-        _with_bar(prediction.gain, prediction.gain_bar if plan.schedule.quantizes else None, ".2f"),
+        with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
+        with_bar(prediction.gain, prediction.gain_bar if plan.schedule.quantizes else None, ".2f"),
         f"{-(-plan.packs_per_rank // size)} x {size}{topology}",
         units.memory(takes / GIB) + host + remark,
         or_dash(seconds, units.duration),
@@ -219,13 +217,6 @@ def _row(
 def _wrapped(text: str) -> str:
     """Return a text as lines that fit into the width of the output."""
     return textwrap.fill(text, width(), subsequent_indent="  ")
-
-
-def _with_bar(value: float | None, bar: float | None, form: str) -> str:
-    """Return a value with the half-width of its error, or a dash if the value is not known."""
-    error = f" ± {100 * bar:.0f} %" if bar else ""
-    suffix = " measured" if bar == SAME else error
-    return UNKNOWN if value is None else f"{value:{form}}{suffix}"
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:

@@ -89,7 +89,7 @@ def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
     hybrid, e4m3 = plans.values()
     assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
     slow, fast = (predict(planned) for planned in (hybrid, e4m3))
-    assert slow.parts["GEMMs"] > 1.1 * fast.parts["GEMMs"] and slow.gain < fast.gain
+    assert slow.tokens_per_second < fast.tokens_per_second and slow.gain < fast.gain
     assert "experts compute in BF16" in render(hybrid) and "experts" not in render(e4m3)
     assert (
         e4m3.memory(1)["quantized weights"]
@@ -163,7 +163,7 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
         "131,072 tokens = 32 packs of 4,096 = 1 device x 4 microbatches x 8 packs",
         "2,776 steps = 364 M tokens = 4.00 epochs of 22,206 packs",
         "10.58 GFLOP per token, 1.387 PFLOP per step, 3.849 EFLOP in total",
-        "tokens/s: ± 15 %",
+        " ± 15 % tokens/s",
         "about 92.8 GiB of 140.0 GiB per device for tensors",
     ):
         assert fact in text
