@@ -62,8 +62,7 @@ lint: $(VENV)/.installed-dev
 # docs/settings.md lists every key, with the documentation in the settings classes. recipes/schema.json
 # has the same documentation for editors. docs/recipes.md lists the recipes, and docs/gpus.md the
 # GPUs with their precisions and predicted speeds. docs/evidence.md has a table and a picture of the
-# measured losses, docs/muon.md has one of losses under Muon, and `which --on` reads losses from
-# pretrain/run/answers.csv.
+# measured losses, and docs/muon.md has one of losses under Muon.
 docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
 	$(RUN) -m docs.recipe_schema > recipes/.schema.json && mv recipes/.schema.json recipes/schema.json

@@ -1,6 +1,6 @@
-"""Write the table and the picture of docs/evidence.md, and pretrain/run/answers.csv: `make docs`.
+"""Write the table and the picture of docs/evidence.md: `make docs`.
 
-All three have the rows of `measured_rows`, which are computed from the files in
+Both have the rows of `measured_rows`, which are computed from the files in
 benchmarks/results/loss/. To add a study, add its file to STUDIES.
 
 A loss has two intervals over seeds, as in `which`. The wider one decides whether a difference is
@@ -12,8 +12,6 @@ of Student's t if the number of seeds was fixed before.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import shlex
@@ -44,10 +42,8 @@ from pretrain.compare.differences import (
     verdict_from,
 )
 from pretrain.compare.which_plan import WhichPlan
-from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
-from pretrain.run.which_on import ANSWERS
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 
@@ -70,7 +66,7 @@ LABELS = {
     "nvfp4 until the decay": "NVFP4, then BF16",
     "plain BF16 weights": "plain BF16 weights",
 }
-# Cells of the evidence's files. The last three are no candidates of `which`.
+# Cells of the evidence's files.
 CELLS = {
     "delayed": "delayed_branch",
     "delayed+head": "delayed_head_branch",
@@ -83,8 +79,6 @@ CELLS = {
     "nvfp4 until the decay": "nvfp4_then_bf16_branch",
     "plain BF16 weights": "bf16_weights_branch",
 }
-# Candidates of `which`, which are in answers.csv.
-CANDIDATES = ("delayed", "delayed+head", "current", "block", "mxfp8", "nvfp4", "mxfp4")
 # The precisions that the design of the evidence tests. Other cells are estimates.
 TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
 # Colors of the verdicts in the picture.
@@ -155,24 +149,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """A precision that was compared with BF16.
-
-    `speed`, `gain`, `gain_interval` and `answer` are those of answers.csv, and "" if not known.
-    """
+    """A precision that was compared with BF16."""
 
     study: Study
-    parameters: int
-    experts: int
-    card: str
     precision: str
     tokens_per_parameter: float
     seeds: int
     served: Cost
     training: Cost
-    speed: str = ""
-    gain: str = ""
-    gain_interval: str = ""
-    answer: str = ""
 
     @property
     def heading(self) -> str:
@@ -216,9 +200,6 @@ def rows_of_cells(study: Study) -> Iterator[Row]:
             costs.append(cost_of(difference, *halves, is_tested=precision in TESTED))
         yield Row(
             study,
-            header["parameters"],
-            0,
-            card_of(header["gpus"][0]).name,
             precision,
             header["tokens"] / header["parameters"],
             len(means),
@@ -245,8 +226,7 @@ def rows_of_which(study: Study) -> Iterator[Row]:
     error = WhichPlan(**answered["protocol"]).error
     options = commands.read("which", shlex.split(content["command"].partition(" (")[0])[4:])
     recipe = load_recipe(DOCS.parent / (study.recipe or options.recipe), options.overrides)
-    config = load_config(recipe.model)
-    parameters = ModelFlops.of(build_on_meta(config)).parameters
+    parameters = ModelFlops.of(build_on_meta(load_config(recipe.model))).parameters
     differences = pooled_differences(study) if study.more_seeds else {}
     for precision in study.precisions:
         candidate = answered["candidates"][precision]
@@ -257,21 +237,13 @@ def rows_of_which(study: Study) -> Iterator[Row]:
             )
             for key in ("served", "trained")
         ]
-        interval = candidate.get("gain_interval")
         yield Row(
             study,
-            parameters,
-            getattr(config, "num_experts", 0),
-            card_of(content["environment"]["gpus"][0]).name,
             precision,
             options.steps * recipe.batch.tokens / parameters,
             len(served.by_seed),
             sequential_cost(served, error),
             sequential_cost(training, error),
-            speed=number(candidate["speedup"]),
-            gain=number(candidate["gain_at_equal_loss"]),
-            gain_interval="{:.2f} to {:.2f}".format(*interval) if interval else "",
-            answer=answer_about(precision, answered["answer"], study),
         )
 
 
@@ -325,20 +297,6 @@ def t_quantile(freedom: int, error: float) -> float:
     return float(np.interp((1 - error) * areas[-1], areas, values))
 
 
-def number(value: float | None) -> str:
-    """Return a number with two digits after the point, or "" for None."""
-    return f"{value:.2f}" if value else ""
-
-
-def answer_about(precision: str, answer: str, study: Study) -> str:
-    """Return the answer of `which` if it is about this precision, or ""."""
-    if f"Train in {precision}: " in answer:
-        return "use this"
-    if "Stay with bf16." in answer and precision == study.precisions[0]:
-        return "stay with bf16"
-    return ""
-
-
 def evidence_table(rows: Sequence[Row]) -> str:
     """Return the table of docs/evidence.md."""
     header = [
@@ -367,36 +325,6 @@ def evidence_table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return markdown(header, cells, names=4)
-
-
-def answers_file(rows: Sequence[Row]) -> str:
-    """Return the text of pretrain/run/answers.csv, which `which --on` reads."""
-    answers = [answer_of(row) for row in rows if row.precision in CANDIDATES]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(answers[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(answers)
-    return text.getvalue()
-
-
-def answer_of(row: Row) -> dict[str, Any]:
-    """Return the columns of answers.csv."""
-    return {
-        "measured with": row.study.model,
-        "parameters": row.parameters,
-        "experts": row.experts,
-        "card": row.card,
-        "precision": row.precision,
-        "tokens per parameter": f"{row.tokens_per_parameter:.2g}",
-        "seeds": row.seeds,
-        "loss in percent": row.served,
-        "verdict": row.served.verdict,
-        "speed": row.speed,
-        "gain at equal loss": row.gain,
-        "its interval": row.gain_interval,
-        "answer": row.answer,
-        "file": row.study.file,
-    }
 
 
 def description(rows: Sequence[Row]) -> str:
@@ -474,5 +402,4 @@ if __name__ == "__main__":
     measured = measured_rows()
     table = evidence_table(measured)
     PAGE.write_text(with_tables(PAGE, "evidence", table), encoding="utf-8")
-    ANSWERS.write_text(answers_file(measured), encoding="utf-8")
     draw(measured).savefig(PICTURE, metadata={"Description": description(measured)})

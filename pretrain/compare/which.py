@@ -286,7 +286,12 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         or list(trainings.candidates)
         or default_candidates(trainings.recipe.weights)
     )
-    check_seeds(options, names)
+    minimum = fewest_seeds(error_of(len(names) - 1))
+    if options.seeds < minimum:
+        raise InputError(
+            f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
+            f"{minimum} seeds; set --seeds {minimum} or more"
+        )
     matrix = trainings.trial(names)
     start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
     plan = WhichPlan(
@@ -347,16 +352,6 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     check_branches(trainings, plan)
     write_json(trainings.folder / PLAN_FILE, asdict(plan))
     return plan
-
-
-def check_seeds(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise InputError if no verdict about precisions called `names` is possible after --seeds."""
-    minimum = fewest_seeds(error_of(len(names) - 1))
-    if options.seeds < minimum:
-        raise InputError(
-            f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
-            f"{minimum} seeds; set --seeds {minimum} or more"
-        )
 
 
 def check_branches(trainings: WhichTrainings, plan: WhichPlan) -> None:

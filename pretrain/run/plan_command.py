@@ -94,6 +94,8 @@ def main(options: argparse.Namespace) -> int:
     notes = [
         *NOTES,
         *([] if plan.packs else [WITHOUT_PACKS]),
+        "losses: docs/evidence.md, by model, precision and tokens per parameter (this recipe: "
+        f"{units.count(plan.total_tokens / plan.flops.parameters)})",
         *unsuitable,
         *([plan.flops.uncounted_warning] if plan.flops.uncounted else []),
         *plan.notices,
@@ -137,16 +139,6 @@ def _plan_in_precisions(
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable
-
-
-def plans_on(text: str, recipe: Recipe, overrides: Sequence[str]) -> dict[str, Plan]:
-    """Return the plans for the devices in --on, such as `H200`, by suitable precision.
-
-    recipe, overrides: see `plan_elsewhere`. The precision of the recipe is BF16.
-    """
-    devices = devices_called(text)
-    plans, _ = _plan_in_precisions(recipe, overrides, is_set=False)
-    return {label: plan_on(devices, *planned) for label, planned in plans.items()}
 
 
 def fits(plan: Plan) -> bool:

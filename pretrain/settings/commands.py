@@ -417,7 +417,7 @@ MATRIX = Command(
 
 WHICH = Command(
     SettingsParser,
-    "pretrain.run.which_on:main",
+    "pretrain.compare.which:main",
     """Find the fastest precision at equal loss for your model and data.
 
     One precision is the baseline, and the other precisions are candidates. First, a few steps
@@ -446,12 +446,6 @@ WHICH = Command(
     input, and 128 plus the number of the signal if a signal stopped the command.
     """,
     *RECIPE,
-    option(
-        "--on",
-        metavar="CARD",
-        help="train nothing, and predict the answer on this card: recorded answers, predicted "
-        "speeds, measured losses, and the --hours that this command needs there; needs no GPU",
-    ),
     option(
         "--hours",
         type=positive,

@@ -513,6 +513,7 @@ _OTHER_NAMES = {
     "to score a trained model in tasks, use `lm_eval` (docs/serving.md)": (
         "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
     ),
+    "`python -m pretrain plan RECIPE --on H200` predicts speeds; docs/evidence.md has losses": "on",
     "a chat is always trained on its answers alone": (
         "train_on_inputs train_on_prompt mask_prompt assistant_only_loss completion_only_loss"
     ),

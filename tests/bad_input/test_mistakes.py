@@ -224,8 +224,11 @@ COMMANDS = {
     "plan recipes/smoke.yaml --on Q9": "--on Q9: this device is not in the table",
     "plan recipes/smoke.yaml --on H100 --price H100=2,B200=6": "no plan on B200 is requested",
     "plan recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
-    "which recipes/smoke.yaml --on Q9": "--on Q9: this device is not in the table",
-    "which recipes/smoke.yaml --on H100 train.step=1": "`train.step`: unknown key",
+    "which recipes/smoke.yaml --on H100": (
+        "unknown option --on; `python -m pretrain plan RECIPE --on H200` predicts speeds; "
+        "docs/evidence.md has losses"
+    ),
+    "which recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
     "train nowhere.yaml": "nowhere.yaml: no such file",
     "train recipes/smoke.yaml optimizer.lr=1": "did you mean `optimizer.learning_rate`?",
     "train recipes/smoke.yaml --config nowhere": "--config nowhere: there is no such file",
