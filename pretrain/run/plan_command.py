@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
     notes = [
         *NOTES,
         *([] if plan.packs else [WITHOUT_PACKS]),
-        "losses: docs/evidence.md, by model, precision and tokens per parameter (this recipe: "
+        "losses: docs/evidence.md, by model and tokens per parameter (here "
         f"{units.count(plan.total_tokens / plan.flops.parameters)})",
         *unsuitable,
         *([plan.flops.uncounted_warning] if plan.flops.uncounted else []),

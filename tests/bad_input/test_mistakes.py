@@ -237,7 +237,7 @@ COMMANDS = {
     "evaluate recipes/smoke.yaml --resume nowhere": "nowhere/manifest.json",
     "evaluate recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
     "evaluate recipes/smoke.yaml --tasks arc_easy": "use `lm_eval` (docs/serving.md)",
-    "evaluate {here}/run": "{here}/run has no checkpoint",
+    "evaluate {here}/started": "{here}/started has no checkpoint",
     "evaluate recipes/smoke.yaml --precisions fp7": "--precisions: fp7: unknown",
     "doctor --precisions fp7": "--precisions: fp7: unknown",
     "export nowhere --best": "nowhere",
@@ -317,8 +317,8 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
-    (tmp_path / "run").mkdir()
-    shutil.copy(ROOT / "recipes/smoke.yaml", tmp_path / "run" / "config.yaml")
+    (tmp_path / "started").mkdir()
+    shutil.copy(ROOT / "recipes/smoke.yaml", tmp_path / "started" / "config.yaml")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 97}')
     return tmp_path
