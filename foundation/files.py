@@ -297,7 +297,8 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
 def _lock(file: TextIO, path: Path, when_held: Callable[[str], object]) -> bool:
     """Lock the open file `path`. Return False if the file system has no locks."""
     file.seek(0)
-    holder = file.read(300)
+    # A crash of the machine may leave zeros in a new file.
+    holder = file.read(300).strip("\0")
     if holder and not _HOLDER.fullmatch(holder):
         raise InputError(
             f"{path}: this file is not a lock file of this program; either move it away, or choose "

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +47,10 @@ _HEADER = 1024
 # Dtypes by the first number of llm.c's header.
 _MAGIC = {struct.pack("<i", 20240520): "<u2", struct.pack("<i", 20240801): "<u4"}
 _LLMQ = b"BIN.TOK\n"
-# Dtypes by their number in Megatron-LM's index.
-_INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # Dtypes by the bytes of a token, for files with bounds.
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
+# Dtypes by their number in Megatron-LM's index.
+_INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # First bytes of files that are no lists of ids: texts, LitGPT, Parquet, Arrow, zip, gzip, zstd, xz,
 # HDF5, pickle and safetensors.
 _OTHER_FILES = re.compile(
@@ -88,14 +89,15 @@ class TokenBin(Packs):
         # bounds, it is None, as is the dtype.
         dtype, self._ends = None, None
         files = [self.path]
+        # The token file may be a link. Other files are beside the link, or beside its target.
+        paths = (self.path, self.path.resolve())
         for suffix, read in ((".idx", _read_index), (".csv.gz", _read_bounds)):
-            # The token file may be a link, to a file that has other files beside it.
-            places = [file.with_suffix(suffix) for file in (self.path, self.path.resolve())]
+            places = [path.with_suffix(suffix) for path in paths]
             if file := next(filter(Path.exists, places), None):
                 dtype, self._ends = read(file, self.path)
                 files.append(file)
         self._tokens, self._masks, is_of_llm_c = _read_ids(self.path, dtype)
-        for file in _masks_of(self.path.resolve()):
+        for file in sorted({file.resolve() for path in paths for file in _masks_of(path)}):
             self._masks.append(_read_mask(file, self.path, len(self._tokens)))
             files.append(file)
         self._begins = False
@@ -116,7 +118,8 @@ class TokenBin(Packs):
         tokens = self._tokens[start : start + self.length]
         stop = start + len(tokens)
         ids = np.full(self.length, self.end_token or 0, np.uint32)
-        ids[: len(tokens)] = tokens
+        # Numbers above uint32 become -1. They would be other ids without their upper bits.
+        ids[: len(tokens)] = np.minimum(tokens, np.uint32(2**32 - 1))
         if (lowest := ids.view(np.int32).min()) < 0:
             raise InputError(
                 f"{self.path}: pack {index} has the negative id {lowest}, as padding and ignored "
@@ -144,8 +147,10 @@ def _masks_of(path: Path) -> list[Path]:
     """Return the files with masks of a token file."""
     return [
         file
-        for file in sorted(path.parent.iterdir())
-        if _MASK.search(file.name) and _PARTS.sub("", file.name) == _PARTS.sub("", path.name)
+        for file in path.parent.iterdir()
+        if file.name != path.name
+        and _MASK.search(file.name)
+        and _PARTS.sub("", file.name) == _PARTS.sub("", path.name)
     ]
 
 
@@ -196,7 +201,7 @@ def _read_bounds(path: Path, token_file: Path) -> tuple[str, np.ndarray]:
     InputError if the documents do not follow one another, or do not cover the token file.
     """
     with as_input_error(
-        (OSError, ValueError, LookupError, ArithmeticError),
+        (OSError, EOFError, zlib.error, ValueError, LookupError, ArithmeticError),
         f"{path}: the file does not have the bounds of all documents of {token_file.name}",
         "write or copy both files again, or move the bounds away if they belong to other files",
     ):
@@ -221,7 +226,12 @@ def _read_mask(path: Path, token_file: Path, count: int) -> np.ndarray:
         mask = _map(path, "<u1")
         if mask[:6].tobytes() == np.lib.format.MAGIC_PREFIX:
             mask = np.load(path, "r")
-        if mask.shape != (count,) or mask.max() > 1:
+        if (
+            mask.shape != (count,)
+            or mask.dtype.kind not in "biu"
+            or mask.min() < 0
+            or mask.max() > 1
+        ):
             raise ValueError(f"it has not one value of 0 or 1 for each of {count:,} tokens")
     return mask
 
@@ -274,7 +284,7 @@ def _infer_dtype(path: Path) -> str:
     """Return the dtype of a token file that does not record it: uint16, uint32 or int64.
 
     Random places of the whole file are read as uint16 values. In a uint32 or int64 file, every
-    second value is the upper half of an id, and most lower halves are much larger than nearly all
+    second value is the upper half of an id, and many lower halves are much larger than nearly all
     upper halves. In a uint16 file, the values at both places have the same distribution. Negative
     ids, and the most frequent value, such as padding, are not compared. Raise InputError if neither
     is certain, for example because the file is short or all ids are equal.
@@ -305,7 +315,7 @@ def _dtype_of(words: np.ndarray) -> str | None:
     larger = low[low > 16 * largest_upper]
     # If all upper halves are 0, the ids may be few different numbers, such as digits.
     least_different = _EVIDENCE if largest_upper else 2
-    if len(larger) >= max(_EVIDENCE, len(low) / 2) and len(np.unique(larger)) >= least_different:
+    if len(larger) >= max(_EVIDENCE, len(low) / 8) and len(np.unique(larger)) >= least_different:
         return "<i8" if is_int64 else "<u4"
     fewest = min(len(low), len(high))
     if is_int64 or 2 * fewest < _EVIDENCE or high[0] == high[-1]:

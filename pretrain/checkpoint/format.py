@@ -379,7 +379,8 @@ def load_tensors(
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(
             lambda file_name: stack.enter_context(
-                safe_open(folder / file_name, framework="pt", device="cpu")
+                # A forged manifest may name a file outside of the folder.
+                safe_open(folder / os.path.basename(file_name), framework="pt", device="cpu")
             )
         )
         for name, target in targets.items():

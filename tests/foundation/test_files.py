@@ -102,6 +102,8 @@ def test_a_failed_lock_names_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_waiting_process_creates_a_deleted_lock_again(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "lock"
+    lock.parent.mkdir()
+    lock.write_bytes(bytes(20))  # left by a crash of the machine
     with locked(lock, refuse):
         waiting = hold(lock)
         waiting.stdout.readline()  # printed before it waits

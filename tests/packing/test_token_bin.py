@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import pickle
 import struct
 from itertools import chain
@@ -210,6 +211,13 @@ def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
     assert open_packs(data, "train").fingerprint != fingerprint
 
 
+def npy_of(values: list[float]) -> bytes:
+    """Return the content of a file of numpy.save."""
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("beside", "content", "message"),
     [
@@ -217,7 +225,10 @@ def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
         ("x.csv.gz", gzip.compress(b"0,2\n2,5\n"), "does not have the bounds of all documents"),
         ("x.csv.gz", gzip.compress(b"start,end\n0,6\n"), "does not have the bounds"),
         ("x.csv.gz", b"0,6\n", "does not have the bounds"),
+        ("x.csv.gz", gzip.compress(b"0,6\n")[:-1], "does not have the bounds"),
         ("x_mask.npy", bytes(5), r"is not a mask of x\.npy: .* each of 6 tokens"),
+        ("x_mask.npy", npy_of([0, 1, np.nan, 0, 1, 1]), r"is not a mask of x\.npy"),
+        ("x_mask.npy", npy_of([0, 1, -1, 0, 1, 1]), r"is not a mask of x\.npy"),
         ("x_labels.npy", bytes([1, 2, 0, 0, 0, 0]), r"is not a mask of x\.npy"),
         ("x.loss", b"", r"is not a mask of x\.npy"),
     ],
@@ -327,12 +338,14 @@ def test_files_of_numpy_have_the_dtype_of_their_header(tmp_path, dtype):
         (np.zeros(8, np.float32), r"float32 in the shape \(8,\)"),
         (np.zeros(0, np.uint16), "is not a complete list"),
         (np.array([[1], "text"], object), "is not a complete list"),
+        # The lower 32 bits are an id.
+        (np.array([7, 2**32 + 5]), "negative id -1"),
     ],
 )
 def test_files_of_numpy_without_a_list_of_ids_are_refused(tmp_path, array, message):
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(InputError, match=rf"x\.npy: .*{message}"):
-        TokenBin(tmp_path / "x.npy", 8)
+        TokenBin(tmp_path / "x.npy", 8)[0]
 
 
 def test_a_cut_file_of_numpy_is_refused(tmp_path):
@@ -368,14 +381,21 @@ def sum_of_lengths(document: list[list[int]]) -> int:
     return sum(map(len, document))
 
 
-def test_the_index_of_a_linked_file_is_found_beside_either_name(tmp_path):
-    (tmp_path / "far").mkdir()
-    write_megatron(tmp_path / "far/corpus.bin", [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
-    link = tmp_path / "train.bin"
-    link.symlink_to("far/corpus.bin")
-    assert lengths_of(TokenBin(link, 4)) == [[2, 1, 1], [1]]
-    (tmp_path / "far/corpus.idx").rename(tmp_path / "train.idx")
-    assert lengths_of(TokenBin(link, 4)) == [[2, 1, 1], [1]]
+@pytest.mark.parametrize("name", ["train.bin", "unmasked.bin"])
+def test_files_beside_a_linked_file_are_found_beside_either_name(tmp_path, name):
+    far = tmp_path / "far/loss_1.bin"
+    far.parent.mkdir()
+    write_megatron(far, [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
+    mask = write(tmp_path / "far/mask_1.bin", [0, 1, 1, 0, 1], "uint8")
+    link = tmp_path / name
+    link.symlink_to(far)
+    fingerprint = TokenBin(link, 4).fingerprint
+    far.with_suffix(".idx").rename(link.with_suffix(".idx"))
+    mask.rename(tmp_path / f"{link.stem}-mask.npy")
+    packs = TokenBin(link, 4)
+    assert lengths_of(packs) == [[2, 1, 1], [1]]
+    assert packs[0].trained.tolist() == [False, True, True, False]
+    assert packs.fingerprint == fingerprint
 
 
 def _fairseq(content: bytes) -> bytes:
