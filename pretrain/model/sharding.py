@@ -61,6 +61,9 @@ from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.scope import QUANTIZED_SHARE
 
+# A value that BF16 cannot store. BF16 cannot store its multiples either.
+NOT_BF16 = 1 + 2**-12
+
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
     """Shard `values` of the first rank like `parameter`, and return the part of this process.
@@ -260,6 +263,28 @@ class Sharding:
                     stale.append(param._param_fqn)
             group.reshard()
         return stale
+
+    def rounded_gradients(self) -> list[str]:
+        """Return the names of parameters whose gradients FSDP2 rounds when it reduces them.
+
+        Each rank passes the value NOT_BF16 to FSDP2, as all gradients of the model. The real
+        gradients are discarded. All ranks must call this method between two steps.
+        """
+        for group in self._groups:
+            group.module.unshard()
+            self._before_backward(group)
+            for param in group.trained:
+                param._unsharded_param.main_grad.fill_(NOT_BF16)
+                param.sharded_param.grad = None
+            group.fsdp.post_backward()
+        self._model._get_fsdp_state()._root_post_backward_final_callback()
+        rounded = []
+        for param in [param for group in self._groups for param in group.trained]:
+            gradient = param.sharded_param.grad.to_local()
+            param.sharded_param.grad = None
+            if gradient.eq(gradient.bfloat16()).any():
+                rounded.append(param._param_fqn)
+        return rounded
 
     def _keeps_codes(self, group: _Group) -> bool:
         """Return True if the current forward caches the codes of a group's weights."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
@@ -29,6 +28,7 @@ from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.sharding import Sharding
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
@@ -127,7 +127,7 @@ def audit_products(
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
     if packed.sharding and packed.sharding.kept == torch.float32:
-        _check_not_rounded(packed.hf, {f"{name}.weight" for name in low})
+        _check_not_rounded(packed.sharding)
     return entries
 
 
@@ -377,33 +377,12 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
         )
 
 
-def _check_not_rounded(hf: nn.Module, summed: Container[str]) -> None:
-    """Raise InputError if FSDP2 has rounded gradients to BF16, before or after it added them up.
+def _check_not_rounded(sharding: Sharding) -> None:
+    """Raise InputError if FSDP2 rounds gradients to BF16, before or after it adds them up.
 
-    summed: names of the weights of low-precision linears, whose gradients are FP32 sums over
-        tokens.
-
-    At least one of 1,000 such sums does not fit into BF16, unless the sum has a single token. This
-    is possible in some linears of the last layer if the pack has one label. FSDP2 reduces all
-    gradients in one dtype, so it has rounded them only if all of them fit.
+    Discards the gradients of the model. All ranks must call this function.
     """
-    gradients = {
-        name: parameter.grad.to_local()
-        for name, parameter in hf.named_parameters()
-        if isinstance(parameter.grad, DTensor)
-    }
-    sums = [
-        gradient
-        for name, gradient in gradients.items()
-        if name in summed and gradient.numel() >= 1000 and gradient.any()
-    ]
-    all_fit = bool(sums) and all((values == values.bfloat16()).all() for values in sums)
-    rounded = [
-        name
-        for name, gradient in gradients.items()
-        if gradient.dtype != torch.float32 or (all_fit and name in summed)
-    ]
-    if rounded:
+    if rounded := sharding.rounded_gradients():
         raise InputError(
             f"FSDP2: torch {torch.__version__} rounds the gradients of {len(rounded)} weights to "
             f"BF16 when it adds them up over processes, for example that of {rounded[0]}; install "
