@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from random import Random
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
@@ -30,7 +32,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer import muon
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
-from pretrain.optimizer.exact_weights import join, master_of
+from pretrain.optimizer.exact_weights import join
 from pretrain.optimizer.muon import MOMENTUM, Hidden, Muon
 from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
@@ -158,32 +160,36 @@ class StepCheck(Observer):
         counted = batches.valid_tokens
         self._loss = loss / max(counted, 1)
         factors = factors * max(counted, 1)
-        stale = cached_weights.stale
-        differing = cached_weights.differing_over_ranks()
-        evaluating = [name for name, module in self._packed.named_modules() if not module.training]
+        named = {
+            "modules are in evaluation mode": [
+                name for name, module in self._packed.named_modules() if not module.training
+            ],
+            "products use weights from before the last update": cached_weights.stale,
+            "products use another quantized weight in another process": (
+                cached_weights.differing_over_ranks()
+            ),
+            "weights were not gathered after the last update": not_gathered,
+        }
+        start = batches.places.start
         # Map each line of the message to True if it applies.
         faults = {
-            f"the step's packs begin at position {batches.places.start:,} in the order of packs, "
-            f"not at {place:,}": batches.places.start != place,
+            f"the step's packs begin at position {start:,} in the order of packs, not at "
+            f"{place:,}": start != place,
             f"{int(left_over)} gradients were not cleared before the step": left_over,
-            f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
-            f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
-                stale
+            f"{total:,.0f} labels were trained on, but the step counts {counted:,}": (
+                total != counted
             ),
-            f"{len(differing)} products use another quantized weight in another process: "
-            f"{some_of(differing)}": differing,
-            f"{len(not_gathered)} weights were not gathered after the last update: "
-            f"{some_of(not_gathered)}": not_gathered,
-            f"{total:,.0f} labels were trained on, but the step counts {counted:,}": total
-            != counted,
-            f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
-                factors, torch.ones_like(factors), rtol=1e-5, atol=0
+            f"a token's loss is not divided by the step's {counted:,} labels": (
+                not ((factors - 1).abs() <= 1e-5).all()
             ),
             "gradients are added up in BF16, not in FP32: their sums fit into BF16": (
                 any(sums_fit_bf16)
             ),
         }
         self._wrong = [line for line, is_true in faults.items() if is_true]
+        self._wrong += [
+            f"{len(names)} {what}: {some_of(names)}" for what, names in named.items() if names
+        ]
 
     @contextmanager
     def update(
@@ -194,17 +200,17 @@ class StepCheck(Observer):
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
         """
-        clipping = expected_clipping(self._packed.hf, self._recipe.optimizer.clip)
-        arguments = (self._recipe, learning_rate, updates, clipping)
         hf, optimizer = self._packed.hf, self._optimizer
-        by_torch: list[TorchUpdate | TorchMuonUpdate] = [TorchUpdate(hf, optimizer, *arguments)]
+        names = {parameter: name for name, parameter in hf.named_parameters()}
+        clipping = expected_clipping(hf, self._recipe.optimizer.clip)
+        arguments = (names, optimizer, self._recipe, learning_rate, updates, clipping)
+        by_torch: list[TorchUpdate | TorchMuonUpdate] = [TorchUpdate(*arguments)]
         split: dict[str, int] = {}
         if isinstance(optimizer, Muon):
-            names = {parameter: name for name, parameter in hf.named_parameters()}
-            split = {names[item.parameter]: item.shape[0] for item in optimizer.hidden.values()}
-            by_torch.append(TorchMomentum(hf, optimizer, *arguments))
+            split = {names[p]: item.shape[0] for p, item in optimizer.hidden.items()}
+            by_torch.append(TorchMomentum(*arguments))
             by_torch += [
-                TorchMuonUpdate(item, names[item.parameter], optimizer, *arguments)
+                TorchMuonUpdate(item, *arguments)
                 for item in one_of_each_shape([*optimizer.hidden.values()], updates)
             ]
         expected = muon_matrices(hf) if self._recipe.optimizer.name == "muon" else {}
@@ -263,13 +269,12 @@ class StepCheck(Observer):
         )
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
         labels, losses, _ = torch.stack(seen).unbind(1)
-        # NaN for a microbatch without labels.
         means = losses / labels
         if over_ranks:
             means = self._accelerator.gather(means)
-        lowest = means.nan_to_num(nan=math.inf).amin()
-        highest = means.nan_to_num(nan=-math.inf).amax()
-        differ = highest - lowest > EQUAL_LOSSES * highest.abs()
+        # A microbatch without labels has the mean NaN, which differs from nothing.
+        mean = means.nanmean()
+        differ = ((means - mean).abs() > EQUAL_LOSSES * mean.abs()).any()
         return differ & (fits.sum() > BF16_VALUED * (values != 0).sum())
 
 
@@ -348,224 +353,37 @@ def muon_matrices(model: nn.Module) -> dict[str, int]:
     """Map the name of each parameter that Muon must update to its number of matrices.
 
     These are the matrices in the layers, except for routers. The rule is derived from names and
-    numbers of values, because this check covers the optimizer's own rule: a parameter has as many
-    matrices for an expert as it has values for each value of the largest other matrix of its
-    module.
+    numbers of values, because this check covers the optimizer's own rule: for an expert, a
+    parameter has as many matrices as it has values for each value of the second largest parameter
+    of its module.
     """
     modules: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         path = name.removesuffix(".weight").split(".")
         is_router = any(part == "gate" or part.startswith("router") for part in path)
-        is_in_layer = any(part.isdigit() for part in path)
+        is_in_layer = any(map(str.isdigit, path))
         is_matrix = is_decayed(name, parameter) and min(parameter.shape[-2:]) > 1
         if is_in_layer and is_matrix and not is_router:
             modules.setdefault(".".join(path[:-1]), {})[name] = parameter
     matrices = {}
     for parameters in modules.values():
+        largest = sorted(map(torch.numel, parameters.values()))[-2:]
         for name, parameter in parameters.items():
-            others = [other.numel() for key, other in parameters.items() if key != name]
-            stacked = parameter.numel() // max(others, default=parameter.numel())
-            experts = len(parameter) if parameter.dim() == 3 else 1
+            stacked = max(parameter.numel() // largest[0], 1)
             if parameter.requires_grad:
-                matrices[name] = experts * max(stacked, 1)
+                matrices[name] = stacked * math.prod(parameter.shape[:-2])
     return matrices
 
 
-class TorchUpdate:
-    """The expected result of AdamW's update: torch.optim.AdamW on a sample of the values.
-
-    Create the object when the gradients are complete, and call `differences` after the optimizer's
-    step.
-    """
-
-    # Names of the moments in the state of a parameter.
-    moments: Sequence[str] = MOMENTS
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: ExactAdamW,
-        recipe: Recipe,
-        learning_rate: float,
-        updates: int,
-        clipping: Tensor | float,
-    ) -> None:
-        """Compute the expected values before the optimizer's step.
-
-        optimizer: the run's optimizer, whose update is checked.
-        learning_rate: the learning rate that the schedule gives this step.
-        updates: the number of updates that the run has made before this step.
-        clipping: the factor of `expected_clipping`.
-
-        If gradients are sharded, all ranks must call this method.
-        """
-        self._optimizer = optimizer
-        self._recipe = recipe
-        self._updates = updates
-        updated = {p for group in self._groups() for p in group["params"]}
-        trained = [
-            (name, parameter, gradient)
-            for name, parameter in model.named_parameters()
-            if parameter in updated and (gradient := gradient_of(parameter)) is not None
-        ]
-        self._names, self._parameters, self._gradients = zip(*trained, strict=True)
-        self._device = self._parameters[0].device
-        self._wrong_settings = {
-            f"{what} {actual}, not {expected}"
-            for what, actual, expected in (*self._settings(learning_rate), *self._dtypes())
-            if actual != expected
-        }
-        picked = [some_values(gradient, updates) for gradient in self._gradients]
-        self._sizes = torch.tensor([len(values) for values in picked], device=self._device)
-        # The index of the parameter that each sampled value belongs to.
-        self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
-            self._sizes
-        )
-        gradient = torch.cat(picked).float() * clipping
-        self._before = self._values()
-        self._expected = self._updated_by_torch(gradient, learning_rate)
-
-    def differences(self) -> list[str]:
-        """Return one line of text for each kind of fault in the optimizer's step."""
-        lines = sorted(self._wrong_settings)
-        after = self._values()
-        in_bf16 = {
-            "weights": self._recipe.weights == "bf16",
-            **dict.fromkeys(self.moments, self._recipe.moments_kept_in == "bf16"),
-        }
-        for kind, expected in self._expected.items():
-            is_off = self._is_off(after[kind], expected, self._before[kind], in_bf16=in_bf16[kind])
-            counts = self._by_parameter(is_off.float()).tolist()
-            names = [name for name, count in zip(self._names, counts, strict=True) if count]
-            if names:
-                lines.append(
-                    f"{kind} of {len(names)} of {len(self._names)} parameters: {some_of(names)}"
-                )
-        counted = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
-        if counted != {self._updates + 1}:
-            lines.append(
-                f"the optimizer has counted {', '.join(map(str, sorted(counted)))} updates, but "
-                f"this is update {self._updates + 1}"
-            )
-        return lines
-
-    def _groups(self) -> Sequence[dict[str, Any]]:
-        """Return the parameter groups whose update is checked."""
-        return self._optimizer.adamw_groups
-
-    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield a tuple (text, present value, expected value) for each hyperparameter of a group.
-
-        `text` is the beginning of an error message, such as "lr is".
-        """
-        settings = self._recipe.optimizer
-        names = dict(zip(self._parameters, self._names, strict=True))
-        for group in self._groups():
-            yield "lr is", group["lr"], learning_rate
-            yield "betas is", group["betas"], tuple(settings.betas)
-            yield "eps is", group["eps"], settings.eps
-            for parameter in names.keys() & {*group["params"]}:
-                decays = is_decayed(names[parameter], parameter)
-                yield "weight_decay is", group["weight_decay"], settings.weight_decay * decays
-
-    def _dtypes(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a tuple as `_settings` for the dtypes of weights, gradients and moments."""
-        recipe = self._recipe
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            state = self._optimizer.state[parameter]
-            stored = (
-                ("weights", parameter, recipe.weights),
-                ("gradients", gradient, recipe.gradients_kept_in),
-                *((name, state[name], recipe.moments_kept_in) for name in self.moments),
-            )
-            for kind, tensor, mode in stored:
-                yield f"{kind} are", dtype_name(tensor.dtype), WEIGHT_DTYPES[mode]
-
-    def _values(self) -> dict[str, Tensor]:
-        """Return the sampled values of all parameters, concatenated, FP32.
-
-        Map "weights" to the sampled weights, and the name of each moment to its sampled values.
-        Exact BF16 weights include their lower 16 bits.
-        """
-        states = [self._optimizer.state[parameter] for parameter in self._parameters]
-
-        def picked(tensors: Iterable[Tensor]) -> Tensor:
-            # The state may be in host memory (`optimizer.offload`).
-            values = [some_values(tensor, self._updates) for tensor in tensors]
-            return torch.cat(values).to(self._device)
-
-        weights = picked(self._parameters)
-        if all("remainder" in state for state in states):
-            weights = join(weights, picked([state["remainder"] for state in states]))
-        return {"weights": weights.float()} | {
-            name: picked([state[name] for state in states]).float() for name in self.moments
-        }
-
-    def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
-        """Return the values that torch.optim.AdamW computes from the values before the update.
-
-        gradient: the sampled gradients after clipping, FP32.
-
-        The result has the keys and shapes of `_values`.
-        """
-        settings = self._recipe.optimizer
-        are_decayed = [*map(is_decayed, self._names, self._parameters)]
-        decays = torch.tensor(are_decayed, device=self._device)[self._parameter_of]
-        # AdamW first multiplies the decayed weights by this factor.
-        kept = 1 - learning_rate * settings.weight_decay * decays
-        weight = nn.Parameter(self._before["weights"] * kept)
-        weight.grad = gradient
-        beta1, beta2 = settings.betas
-        reference = torch.optim.AdamW([weight], learning_rate, (beta1, beta2), settings.eps, 0.0)
-        moments = {name: self._before[name].clone() for name in MOMENTS}
-        reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
-        reference.step()
-        return {"weights": weight.detach(), **moments}
-
-    def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
-        """Return a bool tensor: True for each value that differs from its expected value.
-
-        NaN always differs.
-
-        before: the values before the update. They determine the tolerance.
-        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
-            BF16 too.
-        """
-        change = (expected - before).abs()
-        mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
-        usual = mean_square.sqrt()[self._parameter_of]
-        tolerance = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
-        bounds = torch.stack([expected - tolerance, expected + tolerance])
-        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
-        return ~((lowest <= actual) & (actual <= highest))
-
-    def _by_parameter(self, values: Tensor) -> Tensor:
-        """Return the sum of the sampled `values` of each parameter, [parameters]."""
-        return torch.zeros(len(self._names), device=self._device).index_add_(
-            0, self._parameter_of, values
-        )
-
-
-class TorchMomentum(TorchUpdate):
-    """The expected momentum of all parameters that Muon updates, for a sample of their values."""
-
-    moments = (MOMENTUM,)
-
-    def _groups(self) -> Sequence[dict[str, Any]]:
-        return self._optimizer.param_groups[-1:]
-
-    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the hyperparameters of Muon, and its polynomial, which torch's Muon has too."""
-        (group,) = self._groups()
-        options = muon_options(self._recipe, learning_rate)
-        yield from ((f"Muon's {key} is", group[key], value) for key, value in options.items())
-        defaults = torch.optim.Muon([torch.zeros(1, 1)]).defaults
-        yield "Muon's polynomial is", muon.COEFFICIENTS, defaults["ns_coefficients"]
-        yield "Muon's number of steps is", muon.STEPS, defaults["ns_steps"]
-
-    def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
-        beta = self._recipe.optimizer.muon.momentum
-        return {MOMENTUM: torch.lerp(self._before[MOMENTUM], gradient, 1 - beta)}
+def adamw_options(recipe: Recipe, learning_rate: float) -> dict[str, Any]:
+    """Return the arguments of torch.optim.AdamW in a step with this learning rate."""
+    settings = recipe.optimizer
+    return {
+        "lr": learning_rate,
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
 
 
 def muon_options(recipe: Recipe, learning_rate: float) -> dict[str, Any]:
@@ -581,6 +399,174 @@ def muon_options(recipe: Recipe, learning_rate: float) -> dict[str, Any]:
         "momentum": settings.muon.momentum,
         "adjust_lr_fn": settings.muon.adjust_lr_fn,
     }
+
+
+class TorchUpdate:
+    """The expected result of AdamW's update: torch.optim.AdamW on a sample of the values.
+
+    Create the object when the gradients are complete, and call `differences` after the optimizer's
+    step.
+    """
+
+    # Name of the algorithm, for messages.
+    algorithm = "AdamW"
+    # Names of the moments in the state of the parameters that are checked.
+    moments: tuple[str, ...] = MOMENTS
+    # Function that returns the arguments of torch's optimizer.
+    options_of = staticmethod(adamw_options)
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        optimizer: ExactAdamW,
+        recipe: Recipe,
+        learning_rate: float,
+        updates: int,
+        clipping: Tensor | float,
+    ) -> None:
+        """Compute the expected values before the optimizer's step.
+
+        names: map the parameters of the model to their names.
+        optimizer: the run's optimizer, whose update is checked.
+        learning_rate: the learning rate that the schedule gives this step.
+        updates: the number of updates that the run has made before this step.
+        clipping: the factor of `expected_clipping`.
+
+        If gradients are sharded, all ranks must call this method.
+        """
+        self._optimizer = optimizer
+        self._updates = updates
+        self._options = self.options_of(recipe, learning_rate)
+        # Map the name of each kind of tensor to the recipe's name for its dtype.
+        self._modes = {
+            "gradients": recipe.gradients_kept_in,
+            "weights": recipe.weights,
+            **dict.fromkeys(self.moments, recipe.moments_kept_in),
+        }
+        trained = [
+            (names[parameter], parameter, gradient, group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if optimizer.moments_of(parameter) == self.moments
+            and (gradient := gradient_of(parameter)) is not None
+        ]
+        self._names, self._parameters, gradients, groups = zip(*trained, strict=True)
+        self._device = self._parameters[0].device
+        self._are_decayed = [*map(is_decayed, self._names, self._parameters)]
+        self._wrong = {*self._wrong_settings(groups), *self._wrong_dtypes(gradients)}
+        sizes = [[len(some_values(gradient, updates))] for gradient in gradients]
+        self._sizes = torch.tensor(sizes, device=self._device).clamp(min=1)
+        self._before = self._values()
+        self._expected = self._updated_by_torch(self._sampled(gradients).float() * clipping)
+
+    def differences(self) -> list[str]:
+        """Return one line of text for each kind of fault in the optimizer's step."""
+        lines = sorted(self._wrong)
+        after = self._values()
+        for kind, expected in self._expected.items():
+            is_in_bf16 = self._modes[kind] == "bf16"
+            is_off = self._is_off(after[kind], expected, self._before[kind], in_bf16=is_in_bf16)
+            if names := [*compress(self._names, is_off.any(1).tolist())]:
+                lines.append(
+                    f"{kind} of {len(names)} of {len(self._names)} parameters: {some_of(names)}"
+                )
+        update = self._updates + 1
+        counted = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
+        if wrong := sorted(counted - {update}):
+            lines.append(
+                f"the optimizer has counted {wrong[0]} updates, but this is update {update}"
+            )
+        return lines
+
+    def _wrong_settings(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield a text such as "AdamW's lr is 0.1, not 0.2" for each wrong setting of a parameter.
+
+        groups: the parameter group of each parameter.
+        """
+        for group, decays in zip(groups, self._are_decayed, strict=True):
+            expected = self._options | {"weight_decay": self._options["weight_decay"] * decays}
+            for key, value in expected.items():
+                if group[key] != value:
+                    yield f"{self.algorithm}'s {key} is {group[key]}, not {value}"
+
+    def _wrong_dtypes(self, gradients: Sequence[Tensor]) -> Iterator[str]:
+        """Yield a text for each tensor that is not stored in the dtype of the recipe."""
+        stored = {"gradients": gradients, **self._stored()}
+        for kind, mode in self._modes.items():
+            for actual in {dtype_name(tensor.dtype) for tensor in stored[kind]}:
+                if actual != WEIGHT_DTYPES[mode]:
+                    yield f"{kind} are {actual}, not {WEIGHT_DTYPES[mode]}"
+
+    def _stored(self) -> dict[str, Sequence[Tensor]]:
+        """Map "weights" to the parameters, and each name in their state to its tensors."""
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        in_state = {key: [state[key] for state in states] for key in states[0] if key != "step"}
+        return {"weights": self._parameters, **in_state}
+
+    def _sampled(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return a row of sampled values for each tensor, [parameters, values].
+
+        Short rows are padded with zeros.
+        """
+        rows = [some_values(tensor, self._updates) for tensor in tensors]
+        # The state may be in host memory (`optimizer.offload`).
+        return pad_sequence(rows, batch_first=True).to(self._device)
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return the sampled values of all tensors in `_stored`, FP32 [parameters, values].
+
+        Exact BF16 weights include their lower 16 bits.
+        """
+        values = {kind: self._sampled(tensors) for kind, tensors in self._stored().items()}
+        if "remainder" in values:
+            values["weights"] = join(values["weights"], values.pop("remainder"))
+        return {kind: tensor.float() for kind, tensor in values.items()}
+
+    def _updated_by_torch(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Return the values that torch's optimizer computes from the values before the update.
+
+        gradient: the sampled gradients after clipping, FP32.
+
+        The result has the keys and shapes of `_values`.
+        """
+        decays = torch.tensor(self._are_decayed, device=self._device).unsqueeze(1)
+        # AdamW first multiplies the decayed weights by this factor.
+        kept = 1 - self._options["lr"] * self._options["weight_decay"] * decays
+        weight = nn.Parameter(self._before["weights"] * kept)
+        weight.grad = gradient
+        reference = torch.optim.AdamW([weight], **self._options | {"weight_decay": 0.0})
+        moments = {name: self._before[name].clone() for name in MOMENTS}
+        reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
+        reference.step()
+        return {"weights": weight.detach(), **moments}
+
+    def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
+        """Return a bool tensor: True for each value that differs from its expected value.
+
+        NaN always differs.
+
+        before: the values before the update. They determine the tolerance.
+        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
+            BF16 too.
+        """
+        change = (expected - before).abs()
+        mean_square = change.square().sum(1, keepdim=True) / self._sizes
+        tolerance = RELATIVE * torch.maximum(change, mean_square.sqrt()) + ROUNDING * expected.abs()
+        bounds = torch.stack([expected - tolerance, expected + tolerance])
+        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
+        return ~((lowest <= actual) & (actual <= highest))
+
+
+class TorchMomentum(TorchUpdate):
+    """The expected momentum of all parameters that Muon updates, for a sample of their values."""
+
+    algorithm = "Muon"
+    moments = (MOMENTUM,)
+    options_of = staticmethod(muon_options)
+
+    def _updated_by_torch(self, gradient: Tensor) -> dict[str, Tensor]:
+        momentum = self._before[MOMENTUM]
+        return {MOMENTUM: momentum.lerp(gradient, 1 - self._options[MOMENTUM])}
 
 
 def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
@@ -602,8 +588,8 @@ class TorchMuonUpdate:
     def __init__(
         self,
         item: Hidden,
-        name: str,
-        optimizer: Muon,
+        names: Mapping[nn.Parameter, str],
+        optimizer: ExactAdamW,
         recipe: Recipe,
         learning_rate: float,
         updates: int,
@@ -612,27 +598,25 @@ class TorchMuonUpdate:
         """Compute the expected values before the optimizer's step, as `TorchUpdate` does.
 
         item: the parameter.
-        name: the name of the parameter.
         """
         self._item = item
-        self._name = name
+        self._name = names[item.parameter]
         self._number = Random(updates).randrange(item.shape[0])
         self._state = optimizer.state[item.parameter]
         options = muon_options(recipe, learning_rate)
         self._decay = options["lr"] * options["weight_decay"]
         self._before = self._values()
-        weight = nn.Parameter(self._before.clone())
-        gradient = self._matrix(cast(Tensor, gradient_of(item.parameter))).float()
-        weight.grad = gradient * clipping
         self._momentum = self._matrix(self._state[MOMENTUM]).float().clone()
+        weight = nn.Parameter(self._before.clone())
+        weight.grad = self._matrix(cast(Tensor, gradient_of(item.parameter))).float() * clipping
         reference = torch.optim.Muon([weight], **options)
         reference.state[weight] = {"momentum_buffer": self._momentum}
         reference.step()
-        self._expected = weight.detach()
-        self._rounding = ROUNDING * self._expected
-        if recipe.weights == "bf16":
-            self._expected = weight.detach().bfloat16().float()
-            self._rounding = self._expected - weight.detach()
+        defaults = reference.defaults
+        self._polynomial = (defaults["ns_coefficients"], defaults["ns_steps"])
+        exact = weight.detach()
+        self._expected = exact.bfloat16().float() if recipe.weights == "bf16" else exact
+        self._rounding = self._expected - exact + ROUNDING * exact
 
     def differences(self) -> list[str]:
         """Return one line of text for each kind of fault in the update."""
@@ -641,6 +625,9 @@ class TorchMuonUpdate:
         error = self._weighted(self._values() - self._expected)
         limit = MUON_RELATIVE * change.norm() + 2 * self._weighted(self._rounding).norm()
         lines = []
+        # The tolerance of the weights is too large for the coefficients.
+        if self._polynomial != (muon.COEFFICIENTS, muon.STEPS):
+            lines.append(f"Muon's polynomial is {muon.COEFFICIENTS}, not {self._polynomial[0]}")
         # NaN is always a fault.
         if not error.norm() <= limit:
             lines.append(f"weights of a matrix in {self._name}")
@@ -649,11 +636,9 @@ class TorchMuonUpdate:
         before, error = (
             vector - update * (vector @ update) / (update @ update) for vector in (before, error)
         )
-        product = (before @ error).abs()
-        if (
-            product > (MUON_DECAY * self._decay + ROUNDING) * (before @ before)
-            and product > MUON_DECAY * before.norm() * error.norm()
-        ):
+        smallest = (MUON_DECAY * self._decay + ROUNDING) * (before @ before)
+        noise = MUON_DECAY * before.norm() * error.norm()
+        if (before @ error).abs() > torch.maximum(smallest, noise):
             lines.append(f"weight decay of a matrix in {self._name}")
         return lines
 
@@ -664,16 +649,13 @@ class TorchMuonUpdate:
         return product.flatten().double()
 
     def _values(self) -> Tensor:
-        """Return the matrix with its remainders, FP32."""
-        parameter = self._item.parameter
-        remainder = self._state.get("remainder")
-        # Join the local parts, because ranks cannot gather int16 remainders.
-        master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-        local_part(master).copy_(
-            master_of(local_part(parameter), None if remainder is None else local_part(remainder))
-        )
-        return self._matrix(master)
+        """Return a copy of the matrix with its remainders, FP32."""
+        weight = self._matrix(self._item.parameter)
+        if "remainder" in self._state:
+            # Ranks cannot gather int16.
+            return join(weight, self._matrix(self._state["remainder"].int()))
+        return weight.to(torch.float32, copy=True)
 
     def _matrix(self, tensor: Tensor) -> Tensor:
         """Return the matrix in a tensor with the shape of its parameter, over all shards."""
-        return self._item.split(gathered(tensor))[self._number]
+        return self._item.split(gathered(tensor.detach()))[self._number]
