@@ -295,21 +295,20 @@ def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
 
     The expected values are computed from state.json, and not by the methods of `source`, because
     this check covers these methods. After a rollback, the place is that of the checkpoint plus the
-    packs of all steps that the run has discarded since then. This place is not checked if the
-    recipe has changed since then, because it may have changed the number of packs in a step.
+    packs of all steps that the run has discarded since then. The place is not checked if the recipe
+    has changed since then, because it may have changed the number of packs in a step.
     """
     job, state = run.job, run.state
-    progress, identity = source.record["progress"], source.record["identity"]
-    discarded = state.left_out - progress["left_out"]
-    tokens = progress["place"] * identity["data.length"]
-    if job.data.stream and identity["data.fingerprint"] != job.identity["data.fingerprint"]:
-        tokens = 0
-    place = math.ceil(tokens / job.recipe.data.length) + discarded * job.plan.packs_per_step
-    last_change = max((change["step"] for change in run.past["changed"]), default=0)
-    if discarded and last_change > source.step:
-        place = state.place
+    saved = source.record["progress"]
+    place = state.place
+    if all(change["step"] <= source.step for change in run.past["changed"]):
+        tokens = saved["place"] * source.record["identity"]["data.length"]
+        if source.is_of_another_stream(job):
+            tokens = 0
+        discarded = state.left_out - saved["left_out"]
+        place = math.ceil(tokens / job.recipe.data.length) + discarded * job.plan.packs_per_step
     # The number of discarded steps is checked by the place.
-    expected = progress | {"steps": job.plan.steps, "left_out": state.left_out, "place": place}
+    expected = saved | {"steps": job.plan.steps, "left_out": state.left_out, "place": place}
     return [
         f"{key} is {value:,}, not {expected[key]:,}"
         for key, value in asdict(state).items()
