@@ -99,6 +99,8 @@ MEAN_ERROR = 6.0
 COMMON_ERROR = 0.3
 # Smallest number of chunks in which the head computes a microbatch, before the size is rounded up.
 CHUNKS = 4
+# Passes after which the histories of delayed scaling have the amaxes of gradients that saturated.
+PASSES_FOR_HISTORIES = 3
 # Pattern for the attributes in which modules store the rate of dropout, or of other noise, in
 # training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
@@ -418,10 +420,11 @@ def _compare_quantized(
     The figures of the quantized path are stored in `parity`. Return one line for each mismatch.
     """
     context = model.context
-    # Run one pass before the comparison, so that the histories of delayed scaling contain the
-    # amaxes of the gradients of these labels.
+    # Fill the histories of delayed scaling with the amaxes of the gradients of these labels. While
+    # the gradients of one layer saturate, the amaxes of the layers before it are too small.
     if context.state():
-        run_pass(step)
+        for _ in range(PASSES_FOR_HISTORIES):
+            run_pass(step)
     state = context.copied_state()
 
     def start_again() -> None:

@@ -24,6 +24,9 @@ EXPECTED = Path(__file__).with_name("expected.json")
 # Tolerances for other processors, which may sum in another order, for example with AMX.
 FP32_TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCES = {"loss": 5e-3, "held_out_loss": 5e-3, "gradient_norm": 8e-2}
+# Another order of sums changes which values a stochastic rounding rounds up. Between two processors,
+# the losses of NVFP4 differed by 0.54 % after five steps.
+FP4_TOLERANCES = LOW_PRECISION_TOLERANCES | {"loss": 1e-2, "held_out_loss": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,10 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
             return
         entry = expected[name]
         in_fp32 = entry["effective"].keys() == {"fp32"}
+        in_fp4 = any(name.endswith("fp4") for name in entry["effective"])
+        tolerances = FP4_TOLERANCES if in_fp4 else LOW_PRECISION_TOLERANCES
         for key, values in entry["figures"].items():
-            tolerance = FP32_TOLERANCE if in_fp32 else LOW_PRECISION_TOLERANCES[key]
+            tolerance = FP32_TOLERANCE if in_fp32 else tolerances[key]
             assert results["figures"][key] == pytest.approx(values, rel=tolerance, nan_ok=True), key
         assert results["effective"] == entry["effective"]
         if entry["machine"] == machine():
