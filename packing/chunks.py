@@ -200,7 +200,7 @@ def read_chunk(
     """
     documents = []
     skipped = []
-    found = 0
+    control_tokens = 0
     values: list[Any] = []
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
     for where, record in _records(chunk):
@@ -216,7 +216,7 @@ def read_chunk(
                 values = [parsed.get(name) for name in records.read_columns]
             if control:
                 text = json.dumps(values, ensure_ascii=False, default=str)
-                found += len(control.findall(text))
+                control_tokens += len(control.findall(text))
         except (ValueError, OSError, RecursionError) as error:
             message = f"{where}: {error}"
             if not skip_bad:
@@ -230,7 +230,7 @@ def read_chunk(
         empty=len(documents) - len(filled),
         first_skipped=skipped[0] if skipped else None,
         unread=tuple(unread),
-        control=found,
+        control=control_tokens,
     )
 
 

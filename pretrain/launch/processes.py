@@ -107,11 +107,13 @@ def start_training(
     _FORKS.set_forkserver_preload(PRELOADED)
     # Create the log, because the training may be killed before it opens the log.
     log.touch()
-    here, in_training = _FORKS.Pipe()
+    receiver, in_training = _FORKS.Pipe()
     process = _FORKS.Process(target=_train, args=(launch, dict(environment), log, in_training))
     abandoned = Event()
     # Start the process in a thread, because reading the answer of the server cannot be interrupted.
-    thread = Thread(target=_start, args=(process, here, in_training, log, abandoned), daemon=True)
+    thread = Thread(
+        target=_start, args=(process, receiver, in_training, log, abandoned), daemon=True
+    )
     thread.start()
     try:
         while thread.is_alive() and not is_stopped():
@@ -125,7 +127,7 @@ def start_training(
 
 def _start(
     process: ForkServerProcess,
-    here: Connection,
+    connection: Connection,
     in_training: Connection,
     log: Path,
     abandoned: Event,
@@ -134,7 +136,7 @@ def _start(
 
     Args:
         process: The process, which calls `_train`.
-        here: Connection to the process.
+        connection: Connection to the process.
         in_training: The end of the connection in the process.
         log: Log of the training.
         abandoned: Set if the training must not begin.
@@ -143,13 +145,13 @@ def _start(
     if len(folder) > LONGEST_SOCKET_FOLDER:
         folder = "/tmp"
     try:
-        with here, overridden(tempfile, tempdir=folder):
+        with connection, overridden(tempfile, tempdir=folder):
             with in_training:
                 process.start()
             # Wait until the training has its process group and has locked its log.
-            here.recv()
+            connection.recv()
             if not abandoned.is_set():
-                here.send(None)
+                connection.send(None)
     except (EOFError, OSError) as error:
         with log.open("a") as file:
             file.write(f"error: the training was not started: {one_line(error, named=True)}\n")

@@ -140,10 +140,10 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
         is_attention = hasattr(hf.get_submodule(module_name), "layer_idx")
         # GPT-2 stacks queries, keys and values in a transposed weight. Other models stack them by
         # heads.
-        known = (1,) if is_attention else (1, 2)
+        known_stacks = (1,) if is_attention else (1, 2)
         if inputs == 0:
-            known = (1, 3)
-        if inputs == -1 or stacked not in known:
+            known_stacks = (1, 3)
+        if inputs == -1 or stacked not in known_stacks:
             raise InputError(
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"

@@ -24,8 +24,8 @@ EXPECTED = Path(__file__).with_name("expected.json")
 # Tolerances for other processors, which may sum in another order, for example with AMX.
 FP32_TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCES = {"loss": 5e-3, "held_out_loss": 5e-3, "gradient_norm": 8e-2}
-# Another order of sums changes which values a stochastic rounding rounds up. Between two processors,
-# the losses of NVFP4 differed by 0.54 % after five steps.
+# Another order of sums changes which values a stochastic rounding rounds up. The losses of NVFP4 on
+# two processors differed by 0.54 % after five steps.
 FP4_TOLERANCES = LOW_PRECISION_TOLERANCES | {"loss": 1e-2, "held_out_loss": 1e-2}
 
 
