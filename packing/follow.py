@@ -32,6 +32,7 @@ from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES
 from packing.store import training_parts
 from packing.stream import (
+    POSITION,
     RUN_LOCK,
     PartStart,
     StreamedPacks,
@@ -90,8 +91,10 @@ class ReadingRun:
     def __init__(self, packs: Path, parent: int | None = None) -> None:
         self._parent = parent
         self._lock = packs / RUN_LOCK
-        # Time of the newest lock by an earlier run, or None if a run holds the lock now.
-        self._earlier = None if is_locked(self._lock) else self._locked_at()
+        self._position = packs / POSITION
+        written_at = self._written_at()
+        # Time of the last position of an earlier run, or None if a run holds the lock now.
+        self._earlier = None if is_locked(self._lock) else written_at
 
     def has_ended(self) -> bool:
         """Return True if the run has ended.
@@ -101,12 +104,13 @@ class ReadingRun:
         if self._parent is not None:
             return os.getppid() != self._parent
         # A short run may start and end between two calls, so its lock may never be seen. A newer
-        # time of the lock shows that a run has started.
-        return self._locked_at() != self._earlier and not is_locked(self._lock)
+        # position shows that a run has started. The lock file does not show it, because a run
+        # creates this file before it holds the lock.
+        return self._written_at() != self._earlier and not is_locked(self._lock)
 
-    def _locked_at(self) -> int:
-        """Return the time of the newest lock in nanoseconds, or 0 if there was none."""
-        return self._lock.stat().st_mtime_ns if self._lock.exists() else 0
+    def _written_at(self) -> int:
+        """Return the time of the newest position in nanoseconds, or 0 if there is none."""
+        return self._position.stat().st_mtime_ns if self._position.exists() else 0
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:

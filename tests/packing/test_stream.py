@@ -399,7 +399,7 @@ def test_a_packer_of_a_user_ends_with_the_run(values: dict[str, Any], tmp_path: 
     data = streamed(values, tmp_path / "packs")
     with user_packer(data) as packer:
         wait_until(lambda: part_folders(data.packs))
-        with locked(data.packs / RUN_LOCK, pytest.fail):
+        with PackerProcess(data, read_position(data.packs, [""])):
             time.sleep(0.3)
             assert packer.poll() is None
         assert packer.wait() == 0 and "the run has ended" in packer.stderr.read()
@@ -411,13 +411,19 @@ def test_a_packer_of_a_run_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_run_between_two_checks_of_a_packer_has_ended(tmp_path: Path) -> None:
+    first = ReadingRun(tmp_path)
+    (tmp_path / RUN_LOCK).touch()  # A run creates this file before it locks it.
+    assert not first.has_ended()
     with locked(tmp_path / RUN_LOCK, pytest.fail):
-        pass
-    run = ReadingRun(tmp_path)
-    assert not run.has_ended()  # A run of the past is not waited for.
+        write_json(tmp_path / POSITION, {})
+        assert not first.has_ended()
+    assert first.has_ended()
+    second = ReadingRun(tmp_path)
+    assert not second.has_ended()  # A run of the past is not waited for.
     with locked(tmp_path / RUN_LOCK, pytest.fail):
+        write_json(tmp_path / POSITION, {})
         assert not ReadingRun(tmp_path).has_ended()
-    assert run.has_ended()
+    assert second.has_ended()
 
 
 def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) -> None:
