@@ -18,6 +18,9 @@ for requirements in benchmarks/peers/packages/*.txt; do
     "$python" -m pip install --quiet --no-deps --target "$folder" -r "$requirements" &&
         touch "$folder/.installed" || echo "$folder: not installed; its rows will be missing"
 done
+# Megatron-Core runs `make` for a helper that its wheel contains, but the wheel has no makefile.
+datasets=$peers/Megatron-Core/megatron/core/datasets
+[ -d "$datasets" ] && printf 'default:\n' >"$datasets/Makefile"
 for script in pretrain_gpt.py gpt_builders.py model_provider.py; do
     [ -e "$peers/Megatron-Core/$script" ] && continue
     curl --fail --silent --show-error --output "$peers/Megatron-Core/$script" \

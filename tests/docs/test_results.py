@@ -110,7 +110,12 @@ def test_figures_of_the_readmes_table_are_those_of_the_result_files():
 def test_speeds_of_other_trainers_are_those_of_the_result_files():
     speeds = {
         name: f"{row['tokens_per_second']:,}"
-        for file in ("h200_peers", "h200_peers_fp8", "h200_peers_megatron", "h200_peers_fa4")
+        for file in (
+            "h200_peers_30_november",
+            "h200_peers_fp8",
+            "h200_peers_megatron",
+            "h200_peers_fa4",
+        )
         for name, row in read_speeds(file)["rows"].items()
         if "tokens_per_second" in row
     }
