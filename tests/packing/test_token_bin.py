@@ -221,11 +221,19 @@ def npy_of(values: list[float]) -> bytes:
 @pytest.mark.parametrize(
     ("beside", "content", "message"),
     [
-        ("x.csv.gz", gzip.compress(b"0,2\n3,6\n"), "does not have the bounds of all documents"),
-        ("x.csv.gz", gzip.compress(b"0,2\n2,5\n"), "does not have the bounds of all documents"),
-        ("x.csv.gz", gzip.compress(b"start,end\n0,6\n"), "does not have the bounds"),
+        (
+            "x.csv.gz",
+            gzip.compress(b"0,2\n3,6\n", mtime=0),
+            "does not have the bounds of all documents",
+        ),
+        (
+            "x.csv.gz",
+            gzip.compress(b"0,2\n2,5\n", mtime=0),
+            "does not have the bounds of all documents",
+        ),
+        ("x.csv.gz", gzip.compress(b"start,end\n0,6\n", mtime=0), "does not have the bounds"),
         ("x.csv.gz", b"0,6\n", "does not have the bounds"),
-        ("x.csv.gz", gzip.compress(b"0,6\n")[:-1], "does not have the bounds"),
+        ("x.csv.gz", gzip.compress(b"0,6\n", mtime=0)[:-1], "does not have the bounds"),
         ("x_mask.npy", bytes(5), r"is not a mask of x\.npy: .* each of 6 tokens"),
         ("x_mask.npy", npy_of([0, 1, np.nan, 0, 1, 1]), r"is not a mask of x\.npy"),
         ("x_mask.npy", npy_of([0, 1, -1, 0, 1, 1]), r"is not a mask of x\.npy"),
