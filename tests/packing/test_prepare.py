@@ -413,11 +413,10 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(
         "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
     )
     arguments = json.dumps(settings.model_dump(mode="json"))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run(
         [sys.executable, script, arguments],
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
     )
@@ -428,7 +427,7 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(
 def test_workers_that_die_at_start_are_reported(
     settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers may die if memory runs out. In this test they do not find the package.
+    """Workers may die if memory runs out. In this test their interpreter ends at once.
 
     The tokenizer is larger than the buffer of a pipe.
     """
@@ -436,10 +435,12 @@ def test_workers_that_die_at_start_are_reported(
     large.add_tokens([f"<{number}>" for number in range(5000)])
     large.save(str(tmp_path / "large.json"))
     monkeypatch.setattr("packing.pack_maker.SPAWN", multiprocessing.get_context("spawn"))
-    monkeypatch.setattr(
-        sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()]
+    interpreter = tmp_path / "python"
+    interpreter.write_text(
+        f'#!/bin/sh\ncase "$*" in *spawn_main*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
     )
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    interpreter.chmod(0o700)
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(interpreter))
     with pytest.raises(InputError, match="process died"):
         prepare(
             settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False
