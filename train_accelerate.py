@@ -35,10 +35,11 @@ if __name__ == "__main__":
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from lab.compare.figures import picture_of_run
+from lab.speed import plan_command
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
-from pretrain.compare.figures import picture_of_run
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
@@ -56,7 +57,6 @@ from pretrain.run import (
     checkpointing,
     evaluate,
     export,
-    plan_command,
     resume_point,
     served,
     startup,

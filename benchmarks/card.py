@@ -47,7 +47,7 @@ from foundation.errors import InputError
 from foundation.files import hash_file, hash_of, write_json
 from foundation.reading import load_object
 from foundation.units import markdown, or_dash, percent
-from pretrain.compare.which_trainings import HEAD
+from lab.experiments.which_trainings import HEAD
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS

@@ -1,4 +1,4 @@
-"""Fit the constants of `pretrain.plan.speed` to planner_rows.csv, and print their errors.
+"""Fit the constants of `lab.speed.speed` to planner_rows.csv, and print their errors.
 
     python -m benchmarks.planner_fit
 
@@ -9,7 +9,7 @@ A row of planner_rows.csv is one measured step. To add a row, append a line with
 model, the settings of the run, the mean over tokens of the length of the token's document, the
 speed in tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of
 a published speed. Then run this command, and change the shares in pretrain/precision/formats and
-the factors in pretrain/metrics/cards.py. tests/pretrain/plan/test_speed.py compares all of them
+the factors in pretrain/metrics/cards.py. tests/lab/speed/test_speed.py compares all of them
 with the fit. The status of a row:
 
 * `fit`: a step of this trainer on one GPU. The shares are fitted to these rows.
@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.planner_rows import Row, read_rows
+from lab.speed.speed import COSTS, step_seconds
+from lab.speed.work import Work
 from pretrain.metrics.cards import CARDS, Card
-from pretrain.plan.speed import COSTS, step_seconds
-from pretrain.plan.work import Work
 from pretrain.precision.formats.definition import StepCosts
 
 # Trainers with published steps on an H100. The factor of a card is that of the last one with the

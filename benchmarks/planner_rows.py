@@ -1,7 +1,7 @@
 """Read planner_rows.csv, the measured and published speeds of training steps.
 
 `benchmarks/planner_fit.py` describes its columns, and fits the constants of the formula of
-`pretrain.plan.speed` to its rows.
+`lab.speed.speed` to its rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lab.speed.work import RECOMPUTED, Work
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.plan.memory import BYTES, Devices
-from pretrain.plan.work import RECOMPUTED, Work
 from pretrain.precision.settings import PRECISIONS
 
 ROWS = Path(__file__).with_name("planner_rows.csv")

@@ -28,14 +28,14 @@ import numpy as np
 
 from benchmarks.machine import measured_on
 from foundation.files import write_json
-from pretrain.compare.differences import (
+from lab.compare.differences import (
     FEWEST_SEEDS,
     MIXED_OVER,
     MOST_ESTIMATED_SEEDS,
     LossDifference,
 )
-from pretrain.compare.verdicts import loss_slope, tokens_for
-from pretrain.compare.which_plan import MOST_SEEDS, WhichPlan
+from lab.experiments.verdicts import loss_slope, tokens_for
+from lab.experiments.which_plan import MOST_SEEDS, WhichPlan
 from pretrain.metrics.run_record import RunRecord
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.settings.config import load_recipe

@@ -5,7 +5,7 @@ benchmarks/results/loss/. To add a study, add its file to STUDIES.
 
 A loss has two intervals over seeds, as in `which`. The wider one decides whether a difference is
 shown, and the narrower one whether the loss is equivalent
-(`pretrain.compare.differences.verdict_from`). All wider intervals of a study together have a
+(`lab.compare.differences.verdict_from`). All wider intervals of a study together have a
 confidence of 95 %. They are those of `which` if the study could end after any seed, and intervals
 of Student's t if the number of seeds was fixed before.
 """
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.machine import with_tables
 from foundation.units import markdown
-from pretrain.compare.differences import (
+from lab.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
     CONFIDENCE,
@@ -41,7 +41,7 @@ from pretrain.compare.differences import (
     error_of,
     verdict_from,
 )
-from pretrain.compare.which_plan import WhichPlan
+from lab.experiments.which_plan import WhichPlan
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config

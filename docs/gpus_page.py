@@ -8,13 +8,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from foundation.units import UNKNOWN, cell, with_bar
+from lab.speed.speed import Prediction, predict
+from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.cards import CARDS, Card
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
-from pretrain.plan.speed import Prediction, predict
-from pretrain.plan.targets import devices_called, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import select_precision

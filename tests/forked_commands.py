@@ -4,7 +4,7 @@ Shells, command lines, launchers, environments, signals and exit statuses are re
 imports anything, tests/forked_site replaces it by a process forked from the server of
 tests/moments.py, which has imported everything. The forked process has the command's files, folder
 and environment, and its own process group. The server that a command starts with multiprocessing is
-replaced too. `tests/pretrain/run/test_doctor.py` runs commands
+replaced too. `tests/lab/test_doctor.py` runs commands
 without this replacement.
 """
 

@@ -7,7 +7,7 @@ power limit does not reach this clock. A run on a device that is not in the tabl
 but no MFU. Cards with contradictory published figures (A10G, GB10) or without a public data sheet
 (H20) are not in the table.
 
-`pretrain.plan.speed` predicts the speed of a training from this table.
+`lab.speed.speed` predicts the speed of a training from this table.
 """
 
 from __future__ import annotations

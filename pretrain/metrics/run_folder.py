@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
-# This file exists if the run belongs to a matrix of runs. `pretrain.compare.matrix_run` writes it.
+# This file exists if the run belongs to a matrix of runs. `lab.experiments.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
+from lab.speed.speed import predict
 from packing.store import lines_of_phases
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
-from pretrain.plan.speed import predict
 
 
 def width() -> int:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import cell, count, percent, plural
+from lab.compare.figures import picture_of_run
 from packing.arrow import Packs
 from packing.settings import HUB_NAME, weights_by_phase
 from packing.store import open_packs
@@ -38,7 +39,6 @@ from pretrain.checkpoint.format import (
     load_tensors,
     read_manifest,
 )
-from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, read_run
 from pretrain.model import huggingface
 from pretrain.optimizer.exact_weights import master_of

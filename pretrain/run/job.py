@@ -226,7 +226,7 @@ def plan_elsewhere(
 
     data: the packs, or None if they are missing on this machine.
 
-    Every precision counts as supported. `pretrain.plan.targets.obstacle` checks the devices.
+    Every precision counts as supported. `lab.speed.targets.obstacle` checks the devices.
 
     Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
     the model on the meta device. See `prepare_job` for the other arguments and the errors.

@@ -182,7 +182,7 @@ TRAIN = Command(
 
 PLAN = Command(
     SettingsParser,
-    "pretrain.run.plan_command:main",
+    "lab.speed.plan_command:main",
     """Predict speed, time and memory of a training on other devices, precision by precision.
 
         python -m pretrain plan my.yaml train.tokens=20e9          on the usual devices
@@ -253,7 +253,7 @@ EVALUATE = Command(
 
 DOCTOR = Command(
     CommandParser,
-    "pretrain.run.doctor:main",
+    "lab.doctor:main",
     """Test which precisions work on this machine.
 
     A model of one layer is trained in each precision for a few steps. Before the first step, its
@@ -366,7 +366,7 @@ SAMPLE = Command(
 
 MATRIX = Command(
     CommandParser,
-    "pretrain.compare.matrix:main",
+    "lab.experiments.matrix:main",
     """Run all cells of an experiment and compare them.
 
     A cell is one training run of the experiment. Finished cells are not run again.
@@ -417,7 +417,7 @@ MATRIX = Command(
 
 WHICH = Command(
     SettingsParser,
-    "pretrain.compare.which:main",
+    "lab.experiments.which:main",
     """Find the fastest precision at equal loss for your model and data.
 
     One precision is the baseline, and the other precisions are candidates. First, a few steps
@@ -528,7 +528,7 @@ WHICH = Command(
 
 REPORT = Command(
     CommandParser,
-    "pretrain.compare.report:main",
+    "lab.compare.report:main",
     """Compare runs: tables, curves, and the difference in loss from a baseline.
 
     The first run is the baseline. The tables are printed, and --out also writes an HTML page.

@@ -15,8 +15,8 @@ import pytest
 from pretrain.__main__ import main
 from tests.conftest import contents, write_recipe
 from tests.golden.runs import steps_logged, steps_saved
+from tests.lab.made_runs import make_run
 from tests.moments import LauncherProcess, Moment
-from tests.pretrain.compare.made_runs import make_run
 
 
 def test_code_beside_a_model_is_not_run(

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from foundation.files import write_json
 from tests.conftest import ROOT
 from tests.forked_commands import forking
-from tests.pretrain.compare.made_runs import rows_of
+from tests.lab.made_runs import rows_of
 
 pytestmark = pytest.mark.long
 PRECISIONS = ("bf16", "delayed+head")

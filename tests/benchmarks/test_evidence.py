@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.compare.matrix_file import load_matrix
+from lab.experiments.matrix_file import load_matrix
 from tests.conftest import ROOT
 
 MATRICES = sorted((ROOT / "benchmarks" / "evidence" / "matrices").glob("*.yaml"))

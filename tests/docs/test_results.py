@@ -17,8 +17,8 @@ from benchmarks.planner_rows import read_rows
 from benchmarks.readers import table
 from benchmarks.step_traces import lost
 from docs.evidence_page import measured_rows
+from lab.speed.speed import step_seconds
 from pretrain.metrics.cards import card_of
-from pretrain.plan.speed import step_seconds
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks/results"

@@ -13,10 +13,10 @@ import yaml
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
-from pretrain.compare.matrix_file import load_matrix
+from lab.experiments.matrix_file import load_matrix
+from lab.speed.targets import devices_called, plan_on
 from pretrain.launch.environment import with_precision
 from pretrain.plan.plan import Plan
-from pretrain.plan.targets import devices_called, plan_on
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import select_precision
 from pretrain.run.job import plan_elsewhere

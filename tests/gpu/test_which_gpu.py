@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from pretrain.compare import which, which_trainings
-from pretrain.compare.matrix_run import launch_of
-from pretrain.compare.which_trainings import WhichTrainings
+from lab.experiments import which, which_trainings
+from lab.experiments.matrix_run import launch_of
+from lab.experiments.which_trainings import WhichTrainings
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.selection import missing_on

@@ -16,8 +16,8 @@ import torch
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.compare.page import curves_figure
-from pretrain.compare.report import Report
+from lab.compare.page import curves_figure
+from lab.compare.report import Report
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_run
 from pretrain.observe import bf16_gap

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.compare.matrix_file import load_matrix
-from pretrain.compare.matrix_run import launch_of
+from lab.experiments.matrix_file import load_matrix
+from lab.experiments.matrix_run import launch_of
 from pretrain.metrics.run_record import read_metrics
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved

@@ -86,7 +86,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of a training step in a precision, by which `pretrain.plan.speed` predicts its time."""
+    """Costs of a training step in a precision, by which `lab.speed.speed` predicts its time."""
 
     # Share of the dense peak that long GEMMs sustain. `benchmarks/planner_fit.py` fits it to
     # measured steps, so it makes up for errors of the other constants.

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import InputError
+from lab.doctor import QWEN3_1_7B
 from pretrain.metrics.flops import ModelFlops, nanogpt
-from pretrain.run.doctor import QWEN3_1_7B
 from tests.pretrain.plan.plan_recipe import on_meta
 
 TINY = {

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from foundation.units import GIB
+from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
-from pretrain.plan.targets import devices_called, plan_on
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB
+from lab.speed.speed import predict
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
-from pretrain.plan.speed import predict
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings

@@ -33,7 +33,7 @@ from pretrain.run.resume_point import (
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 from tests.conftest import flip
-from tests.pretrain.compare.made_runs import make_run
+from tests.lab.made_runs import make_run
 
 CONSTANT = ScheduleSettings(kind="constant")
 WSD = ScheduleSettings(kind="wsd")

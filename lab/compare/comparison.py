@@ -1,0 +1,260 @@
+"""Comparison of single runs with a baseline run: loss differences, speeds, and notes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lab.compare.fairness import (
+    loss_differences,
+    recipe_of,
+    same_held_out,
+    why_not_paired,
+)
+from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, at_the_end
+from pretrain.settings.config import RECORDS, settings_without
+
+# Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
+# to distinguish. The next ten runs have the same colours and the next dash in DASHES, and so on.
+COLOURS = (
+    "#1F77B4",
+    "#FF7F0E",
+    "#2CA02C",
+    "#D62728",
+    "#9467BD",
+    "#8C564B",
+    "#E377C2",
+    "#7F7F7F",
+    "#BCBD22",
+    "#17BECF",
+)
+DASHES = ("solid", "dash", "dot", "dashdot")
+# Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for
+# the location of the data, because the fingerprint of the packs is compared instead.
+_WITHIN = (
+    *RECORDS,
+    "seed",
+    "batch.microbatch",
+    "evaluate.samples",
+    "data.packs",
+    "data.source",
+    "data.tokenizer",
+)
+_SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run compared with the baseline. Properties whose value is not known are None."""
+
+    run: RunRecord
+    # The run of the baseline's group that has the same seed, or the first run if there is none.
+    base: RunRecord
+    # Name of the group of runs that differ from `run` only in their seeds.
+    group: str
+    # Name of `run`, unique within a comparison.
+    label: str
+    # Colour of the curves of `run`, such as "#1F77B4".
+    colour: str
+    # Dash of the curves of `run`, an element of DASHES.
+    dash: str
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return True if `run` belongs to the baseline's group."""
+        return self.run is self.base
+
+    @cached_property
+    def pairing_obstacle(self) -> str | None:
+        """Return the reason why the run and the baseline cannot be compared step by step.
+
+        Return None if they can be compared.
+        """
+        return why_not_paired(self.base, self.run)
+
+    @property
+    def not_paired(self) -> str | None:
+        """Return the reason why there is no loss difference at the end of training.
+
+        Either the two runs cannot be compared step by step, or one of them has failed. Return None
+        if there is a loss difference.
+        """
+        if self.pairing_obstacle:
+            return self.pairing_obstacle
+        if self.run.failure:
+            return f"it {self.run.failure}"
+        if self.base.failure:
+            return f"the baseline {self.base.failure}"
+        return None
+
+    @cached_property
+    def loss_gap(self) -> float | None:
+        """Return the run's training loss at the end minus the baseline's, in nats per token.
+
+        The difference is a mean over the last steps that both runs have. Return None if the run is
+        its own baseline, or if the difference cannot be computed. `not_paired` returns the reason.
+        """
+        if self.is_baseline or self.not_paired:
+            return None
+        steps, differences = loss_differences(self.base, self.run)
+        return float(differences[at_the_end(steps)].mean())
+
+    @property
+    def speedup(self) -> float | None:
+        """Return the speed of the run divided by the baseline's speed.
+
+        Return None if the run is its own baseline, or if one of the two speeds is not known. Also
+        return None if the two runs used different kinds of machines, because the ratio would show
+        the effect of the machine instead of the precision. Software versions may differ, because
+        their effect may be the subject of the comparison.
+        """
+        if self.is_baseline or machine_of(self.base) != machine_of(self.run):
+            return None
+        return speed_ratio(self.base, self.run)
+
+
+def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
+    """Compare each of `runs` with the baseline's run that has the same seed.
+
+    The baseline is the group of the first run.
+    """
+    labels = unique_names([run.name for run in runs], runs)
+    groups = group_names(runs)
+    in_groups = list(zip(runs, groups, strict=True))
+    base_runs = {run.config["seed"]: run for run, group in in_groups if group == groups[0]}
+    return [
+        ComparedRun(
+            run,
+            base=base_runs.get(run.config["seed"], runs[0]),
+            group=group,
+            label=label,
+            colour=COLOURS[index % len(COLOURS)],
+            dash=DASHES[index // len(COLOURS) % len(DASHES)],
+        )
+        for index, ((run, group), label) in enumerate(zip(in_groups, labels, strict=True))
+    ]
+
+
+def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
+    """Return notes that explain the tables of the report.
+
+    A run with another seed than the baseline has no note about their pairing.
+    """
+    notes = []
+    for compared in compared_runs:
+        run = compared.run
+        if run.failure:
+            reason = run.summary.get("halted", "it has no result at the end of training")
+            notes.append(f"{compared.label} {run.failure}: {reason}")
+        elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
+            notes.append(
+                f"{compared.label} is not paired with {compared.base.name}, so their training "
+                f"losses are not compared: {compared.not_paired}."
+            )
+        if run.changed_settings:
+            changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
+            notes.append(
+                f"{compared.label} changed its settings during training: {'; '.join(changes)}."
+            )
+    runs = [compared.run for compared in compared_runs]
+    if any(run.side_by_side for run in runs):
+        notes.append("Speeds are omitted for runs that shared their machine with other runs.")
+    if len(runs) > 1 and all(len(run.steps) * LAST_SHARE < FEWEST_STEPS for run in runs):
+        notes.append(
+            f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps. They show nothing "
+            "about the effect of a setting or a precision on the loss of a longer training."
+        )
+    evaluated = [run for run in runs if "held_out_loss" in run.summary]
+    if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
+        notes.append(
+            "The held-out losses were computed on different data, so they do not show which run is "
+            "better."
+        )
+    return notes
+
+
+def group_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the name of the group of each run. Runs that differ only in their seeds are a group.
+
+    The name of a group is the name of its first run without the part for the seed, such as
+    "seed=3".
+
+    A group has only one run per seed. If two runs have the same settings and the same seed, all
+    runs with these settings are divided into groups by their folders: the runs of a group have the
+    same folder path, except for the part for the seed.
+    """
+    keys = [(str(_settings(run)), run.config["seed"]) for run in runs]
+    repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
+    groups = [
+        (training, str(run.path.parent / _without_seed(run)) if training in repeated else "")
+        for run, (training, _) in zip(runs, keys, strict=True)
+    ]
+    first_runs: dict[tuple[str, str], RunRecord] = {}
+    for group, run in zip(groups, runs, strict=True):
+        first_runs.setdefault(group, run)
+    names = [_without_seed(run) or run.name for run in first_runs.values()]
+    by_group = dict(zip(first_runs, unique_names(names, [*first_runs.values()]), strict=True))
+    return [by_group[group] for group in groups]
+
+
+def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+    """Return a unique name for each run.
+
+    `names` has one name for each run. If several runs have the same name, the path of each of these
+    runs is returned instead.
+    """
+    return [
+        name if names.count(name) == 1 else str(run.path)
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _without_seed(run: RunRecord) -> str:
+    """Return the name of a run without a part such as "seed=3"."""
+    return _SEED_IN_A_NAME.sub("", run.name).strip("-_.,")
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    """Return the properties that must be equal in all runs of a group, by dotted key."""
+    return {
+        **settings_without(recipe_of(run), _WITHIN),
+        "precision": run.precision,
+        "backend": run.engine,
+        "data.fingerprint": run.data_fingerprint,
+        **run.source_config,
+        **run.changed_settings,
+    }
+
+
+def hardware_speed(run: RunRecord) -> float | None:
+    """Return the median speed of a run in tokens/s.
+
+    Return None if the precision was emulated, or if the run shared its machine with other runs,
+    because such a speed says nothing about the hardware.
+    """
+    if run.side_by_side or run.emulated:
+        return None
+    return run.summary.get("tokens_per_second")
+
+
+def speed_ratio(base: RunRecord, run: RunRecord) -> float | None:
+    """Return the speed of `run` divided by the speed of `base`.
+
+    Return None if `hardware_speed` returns None for one of them.
+    """
+    base_speed = hardware_speed(base)
+    speed = hardware_speed(run)
+    return speed / base_speed if speed and base_speed else None
+
+
+def machine_of(run: RunRecord) -> str:
+    """Describe the devices of a run: "2 × NVIDIA H200", "1 × CPU, 8 cores, Linux x86_64"."""
+    processes, name = run.devices
+    machine = f"{processes} × {name}"
+    if name == "CPU":
+        machine += f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}"
+    return machine

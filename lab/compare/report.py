@@ -1,0 +1,118 @@
+"""Compare runs in tables and on a page: `python -m pretrain report RUN [RUN ...] [--out FILE]`.
+
+The report only reads the files of the runs and does not import torch. So the command starts at
+once, works while the runs are still training, and works on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foundation.errors import InputError
+from foundation.files import replace_file
+from lab.compare.columns import figures_of, table_of
+from lab.compare.comparison import ComparedRun, compare, notes_on
+from lab.compare.differences import MARGIN
+from lab.compare.fairness import check_comparable
+from lab.compare.page import check_replaceable, render
+from lab.compare.seed_groups import SeedComparison
+from pretrain.metrics.run_folder import METRICS_FILE
+from pretrain.metrics.run_record import RunRecord, read_run
+
+
+@dataclass(frozen=True)
+class Report:
+    """Comparison of runs with a baseline. Runs that differ only in their seeds form groups."""
+
+    # The runs, the baseline first. Each run is compared with the baseline's run of the same seed.
+    compared_runs: list[ComparedRun]
+    # Comparison of the groups with the first group. A group may have only one run.
+    seeds: SeedComparison
+
+    @classmethod
+    def over(
+        cls,
+        runs: Sequence[RunRecord],
+        vary: Sequence[str] = (),
+        *,
+        margin: float = MARGIN,
+    ) -> Report:
+        """Compare each of `runs` with the baseline, which is the group of the first run.
+
+        Raises InputError if a run cannot be compared fairly with the first run.
+
+        Args:
+            runs: The runs, the baseline first.
+            vary: Keys and sections in which the runs may differ, because they are the subject of
+                the comparison. `seed` need not be listed if the baseline has several seeds.
+            margin: Largest difference that counts as equivalent over seeds, as a share of the
+                baseline's loss.
+        """
+        compared_runs = compare(runs)
+        base_runs = [compared for compared in compared_runs if compared.is_baseline]
+        over_seeds = 1 < len(base_runs) < len(runs)
+        check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
+        return cls(compared_runs, SeedComparison.over(compared_runs, margin))
+
+    def tables(self) -> list[str]:
+        """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
+        parts = [self.seeds.answer()]
+        if len(self.seeds.results) > 1:
+            columns = self.seeds.columns()
+            meanings = [
+                f"{column.title}: {column.meaning}." for column in columns if column.meaning
+            ]
+            parts += [
+                table_of(columns, self.seeds.results),
+                _bullets([*meanings, *self.seeds.notes]),
+            ]
+        parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
+        parts.append(_bullets(notes_on(self.compared_runs)))
+        return list(filter(None, parts))
+
+    def write(self, page: Path) -> None:
+        """Write the report as an HTML page to the path `page`."""
+        replace_file(page, render(self.compared_runs, self.seeds, notes_on(self.compared_runs)))
+
+
+def _bullets(notes: Iterable[str]) -> str:
+    """Return a Markdown list with one item for each note."""
+    return "\n".join(f"* {note}" for note in notes)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command and return 0. Raises InputError for a mistake in the arguments."""
+    options.runs = run_folders(options.runs)
+    if options.out:
+        if options.out.suffix != ".html":
+            raise InputError(
+                f"--out {options.out}: the name of the page must end in .html; choose such a name "
+                "(to save the tables, redirect the output with `> tables.md`)"
+            )
+        check_replaceable(options.out)
+    # If a folder is given twice, the report contains its run only once.
+    runs = list({path.resolve(): read_run(path) for path in options.runs}.values())
+    report = Report.over(runs, options.vary, margin=options.margin / 100)
+    print("\n\n".join(report.tables()))
+    if options.out:
+        report.write(options.out)
+        print(f"\nWritten: {options.out}")
+    return 0
+
+
+def run_folders(paths: Sequence[Path]) -> Sequence[Path]:
+    """Return the run folders in `paths`, which may come from a pattern such as `runs/*`.
+
+    Files are ignored. A folder of several runs, such as the folder of a matrix, is skipped with a
+    message. If no path remains, return `paths`.
+    """
+    of_several = [
+        path for path in paths if not (path / METRICS_FILE).exists() and [*path.rglob(METRICS_FILE)]
+    ]
+    for path in of_several:
+        print(f"skipped: {path} contains several runs; name their folders", file=sys.stderr)
+    return [path for path in paths if not path.is_file() and path not in of_several] or paths

@@ -1,0 +1,147 @@
+"""Run all cells of an experiment and compare them: `python -m pretrain matrix MATRIX.yaml`.
+
+A cell is one training run of the experiment.
+
+Exit status: 0 if all cells are finished, 1 if a cell failed, 2 for invalid input, and 130, 138 or
+143 if a signal stopped the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from foundation.errors import InputError
+from foundation.signals import StopRequest
+from foundation.units import duration, markdown, or_dash
+from lab.compare.fairness import same_held_out
+from lab.compare.page import check_replaceable
+from lab.compare.report import Report
+from lab.experiments.matrix_file import Cell, Matrix, key_of, load_matrix
+from lab.experiments.matrix_run import launch_of, report_stop, run_all, say
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+
+
+def write_report(matrix: Matrix) -> str:
+    """Write the report's HTML page and return the report as text for the console.
+
+    If no two cells differ only in their seeds, and all were evaluated on the same data, the first
+    line of the report names the cell with the lowest held-out loss. The first run in the tables is
+    the baseline. All other finished cells and all halted cells follow, the best cell first. If a
+    halted cell were omitted, the mean over the other seeds with the same settings would look better
+    than it is.
+    """
+    records = [(cell, run) for cell in matrix.cells if (run := cell.record())]
+    finished = [cell for cell, run in records if run.is_finished]
+    if not finished:
+        return "No cell is finished, so there is no report yet."
+    # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
+    # there is no such cell, use the first finished cell.
+    settings = matrix.baseline.but_for_seed
+    baseline = min(
+        finished, key=lambda cell: (cell is not matrix.baseline, cell.but_for_seed != settings)
+    )
+
+    def place(run: RunRecord) -> tuple[bool | float, ...]:
+        """Return the sort key of a run. Runs without a held-out loss are the last ones."""
+        losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
+        return run.path != baseline.run_dir, not run.is_finished, *losses
+
+    runs = [run for cell, run in records if cell in finished or "halted" in run.summary]
+    # The cells may differ in every setting that a cell overrides. Such a setting may change the
+    # data, so the fingerprint of the data may differ too.
+    vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
+    report = Report.over(sorted(runs, key=place), [*vary, "data.fingerprint"])
+    page = page_of(matrix)
+    report.write(page)
+    parts = [*report.tables(), f"Written: {page}"]
+    best = min(runs, key=lambda run: place(run)[1:])
+    has_one_seed = all(len(group.runs) == 1 for group in report.seeds.results)
+    on_same_data = all(same_held_out(best, run) for run in runs)
+    if has_one_seed and on_same_data and "held_out_loss" in best.summary:
+        parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
+    if baseline.but_for_seed != settings:
+        parts.append(
+            f"The baseline {matrix.baseline.name} is not finished, so this report uses "
+            f"{baseline.name} as the baseline."
+        )
+    if missing := len(matrix.cells) - len(runs):
+        parts.append(
+            f"{missing} of {len(matrix.cells)} cells are not finished, so this report does not "
+            "include them."
+        )
+    return "\n\n".join(parts)
+
+
+def page_of(matrix: Matrix) -> Path:
+    """Return the path of the report's HTML page."""
+    return matrix.folder / f"{matrix.settings.name}.html"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises InputError for a mistake in the arguments or in the matrix file.
+    """
+    matrix = load_matrix(
+        options.matrix,
+        options.overrides,
+        at_once=options.at_once,
+        gpus=options.gpus,
+        processes=options.processes,
+    )
+    cells = matrix.only(options.only)
+    if options.cell is not None:
+        if not 0 <= options.cell < len(cells):
+            raise InputError(
+                f"command line: --cell {options.cell}: there is no such cell; choose a number from "
+                f"0 to {len(cells) - 1}"
+            )
+        cells = [cells[options.cell]]
+    if not options.dry_run:
+        return run_cells(matrix, cells, single=options.cell is not None)
+    for cell in cells:
+        finished = " (finished)" if cell.is_finished() else ""
+        print(f"# {cell.name}{finished}\n{shlex.join(launch_of(matrix, cell).command)}")
+    return 0
+
+
+def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
+    """Run `cells` of the matrix, print their results and the report, and return the exit status.
+
+    `single` is true if `cells` has only the cell that `--cell` selects. In this case no report is
+    written, because other jobs of the same job array may still run the other cells.
+    """
+    # The lock of the matrix folder prevents two commands from starting the same runs, and runs of
+    # two `--only` from sharing devices without a mark. With `--cell`, the matrix folder is not
+    # locked, so that several jobs can run one cell each. Every run also locks its run folder.
+    with RunFolder(
+        matrix.folder,
+        owner=not single,
+        remedy="set --at-once of one command, so that it trains more cells at the same time",
+    ):
+        if not single:
+            check_replaceable(page_of(matrix), f"{matrix.path}: report")
+            finished = sum(cell.is_finished() for cell in cells)
+            say(f"{finished} of {len(cells)} cells are already finished")
+        with StopRequest(passed_on=True) as stop:
+            outcomes = run_all(matrix, cells, stop)
+        rows = [
+            [
+                outcome.cell.name,
+                outcome.status,
+                or_dash(outcome.seconds or None, duration),
+                str(outcome.cell.run_dir),
+            ]
+            for outcome in outcomes
+        ]
+        say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
+        if not single:
+            say(write_report(matrix))
+    if stop.requested:
+        return report_stop(stop.requested)
+    return 0 if all(outcome.is_finished for outcome in outcomes) else 1

@@ -1,0 +1,294 @@
+"""Compute the verdict, the gain at equal loss, and the advice for each candidate of `which`.
+
+A candidate is a precision, or a set of settings, that `which` compares with the baseline. In each
+round, the baseline and the candidates are trained with one seed. The difference between a
+candidate's held-out loss and the baseline's held-out loss is compared with a margin that is fixed
+before the first round. The confidence intervals of the differences are valid after every round. A
+candidate needs no more rounds if its difference certainly lies within the margin, certainly lies
+beyond the margin, or is certainly below zero.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from foundation.units import duration
+from lab.compare.comparison import speed_ratio
+from lab.compare.differences import (
+    BEYOND_MARGIN,
+    CANNOT_TELL,
+    FEWEST_SEEDS,
+    MOST_ESTIMATED_SEEDS,
+    OPEN_VERDICTS,
+    PROBABLY_ENOUGH,
+    WORSE,
+    LossDifference,
+    Sample,
+)
+from lab.compare.fairness import recipe_of
+from lab.experiments.which_plan import MOST_SEEDS, Round, Rounds, WhichPlan
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+from pretrain.optimizer import schedule
+
+# Upper limit of the estimated growth of the training tokens for equal loss, as a natural logarithm.
+# A larger estimate would not be reliable, because it means that the baseline's loss hardly falls.
+MOST_FOLD = math.log(1000)
+# Exponents that are tried when a power law is fitted to a loss curve.
+POWERS = np.arange(0.05, 1.5, 0.05)
+# Advice about the recommended candidate, and about a candidate that may not be faster.
+USE = "use this"
+NO_GAIN = "not shown to be faster at equal loss"
+
+
+@dataclass
+class Verdict:
+    """Results of a candidate. Unknown values are None.
+
+    `tokens_per_second`, `speedup` and `memory_gib` are None if the precision is emulated.
+    """
+
+    # Name of the candidate.
+    name: str
+    # Held-out loss of the candidate minus the baseline's. The candidates are evaluated in BF16, or
+    # in the precision `served` of the plan.
+    held_out: LossDifference | None = None
+    # Training loss at the end of the candidate's run, in the candidate's precision, minus the
+    # baseline's training loss.
+    trained: LossDifference | None = None
+    # Median of the candidate's speed over all seeds.
+    tokens_per_second: float | None = None
+    # Speed of the candidate divided by the baseline's speed.
+    speedup: float | None = None
+    # Peak memory of the candidate's run.
+    memory_gib: float | None = None
+    # Factor by which the training tokens would have to grow until the candidate has the baseline's
+    # loss. It is estimated from the slope of the baseline's loss.
+    tokens: float | None = None
+    # Lower and upper end of the interval of `gain`. It combines the intervals of the speedup, the
+    # loss and the slope.
+    gain_interval: list[float] | None = None
+    # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
+    word: str = CANNOT_TELL
+    # If the verdict is open: number of seeds, including the trained ones, that are enough with the
+    # probability PROBABLY_ENOUGH. None if the number is larger than MOST_ESTIMATED_SEEDS. Before
+    # FEWEST_SEEDS seeds, it is the number without which no verdict is possible.
+    enough_seeds: int | None = None
+    # Estimated seconds of the rounds that are missing to `enough_seeds`. None if there would be
+    # more than MOST_SEEDS rounds.
+    more_seconds: float | None = None
+    # Advice about the candidate, such as USE.
+    advice: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """Return `speedup` divided by `tokens`, or None if one of them is unknown."""
+        return self.speedup / self.tokens if self.speedup and self.tokens else None
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if more seeds are needed."""
+        return self.word in OPEN_VERDICTS
+
+    @property
+    def is_faster_at_equal_loss(self) -> bool:
+        """Return True if the whole interval of `gain` is known and above 1."""
+        return self.gain_interval is not None and self.gain_interval[0] > 1
+
+    @property
+    def is_eligible(self) -> bool:
+        """Return True if the candidate may be recommended.
+
+        Its gain must be above 1, and its loss must not be worse by more than the margin.
+        """
+        return self.is_faster_at_equal_loss and self.word not in (WORSE, WORSE + BEYOND_MARGIN)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for verdict.json, where `held_out` has the name `served`."""
+        fields = asdict(self)
+        return {"served": fields.pop("held_out")} | fields | {"gain_at_equal_loss": self.gain}
+
+
+def verdicts_after(rounds: Rounds) -> list[Verdict]:
+    """Return the verdicts of all candidates after `rounds`, including advice.
+
+    Among the eligible candidates, the candidate with the largest gain at equal loss is recommended.
+    """
+    plan = rounds.plan
+    verdicts = [verdict_of(plan, rounds.runs, name) for name in plan.candidates]
+    # The next rounds train all open candidates.
+    open_candidates = [verdict.name for verdict in verdicts if verdict.is_open]
+    seconds_of_round = rounds.seconds(open_candidates)
+    for verdict in verdicts:
+        if verdict.held_out and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
+            missing = verdict.enough_seeds - len(verdict.held_out.by_seed)
+            verdict.more_seconds = seconds_of_round * missing
+    eligible = [verdict for verdict in verdicts if verdict.is_eligible]
+    best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
+    for verdict in verdicts:
+        verdict.advice = advice_on(verdict, best, plan.base)
+    return verdicts
+
+
+def advice_on(verdict: Verdict, best: Verdict | None, base: str) -> str:
+    """Return the advice about a candidate.
+
+    Args:
+        verdict: The verdict of the candidate.
+        best: The verdict of the recommended candidate, or None if no candidate is recommended.
+        base: Name of the baseline.
+    """
+    if verdict.is_open:
+        return _advice_on_open(verdict)
+    if verdict.held_out and verdict.gain is None:
+        if verdict.speedup:
+            return (
+                f"its gain is not known, because the loss of the baseline {base} does not clearly "
+                "fall"
+            )
+        return "its speed is not known, because the precision is emulated"
+    if verdict is best:
+        return USE
+    if verdict.is_eligible and best:
+        return f"smaller gain than {best.name}"
+    if verdict.is_faster_at_equal_loss:
+        return f"faster than {base} at equal loss, with {verdict.tokens:.2f} × the tokens"
+    return NO_GAIN
+
+
+def _advice_on_open(verdict: Verdict) -> str:
+    """Return the number of seeds and hours that would be enough for a final verdict."""
+    seeds = verdict.enough_seeds or f"more than {MOST_ESTIMATED_SEEDS}"
+    enough = f"{seeds} seeds would be enough with a probability of {100 * PROBABLY_ENOUGH:g} %"
+    if verdict.more_seconds is None:
+        return f"{enough}, but at most {MOST_SEEDS} are trained"
+    more = f"{duration(verdict.more_seconds)} more of --hours"
+    has_estimate = verdict.held_out and len(verdict.held_out.by_seed) >= FEWEST_SEEDS
+    return f"about {more} ({enough})" if has_estimate else f"needs at least {more}"
+
+
+def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
+    """Return the verdict of the candidate or baseline `name` after `rounds`, without advice."""
+    pairs = [(runs[plan.base], runs[name]) for runs in rounds if name in runs]
+    if not pairs:
+        return Verdict(name)
+    failures = [run.failure for _, run in pairs if run.failure]
+    if failures:
+        return Verdict(name, word=f"broke off: {failures[0]}")
+    held_out = _difference(pairs, "served_loss" if plan.served else "held_out_loss")
+    verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY))
+    verdict.word = held_out.verdict(plan.margin, plan.error)
+    if verdict.is_open:
+        verdict.enough_seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
+    slope = Sample({run.config["seed"]: loss_slope(run) for run, _ in pairs})
+    slopes = slope.interval(plan.error)
+    clearly_falls = slopes is not None and slopes[1] < 0
+    if clearly_falls:
+        verdict.tokens = tokens_for(plan, held_out.mean, slope.mean)
+    speedup = _speedup(pairs)
+    if speedup:
+        speeds = [run.summary["tokens_per_second"] for _, run in pairs]
+        verdict.tokens_per_second = statistics.median(speeds)
+        verdict.speedup = speedup.mean
+        verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        if clearly_falls and verdict.word != CANNOT_TELL:
+            verdict.gain_interval = gain_interval(plan, held_out, slope, speedup)
+    return verdict
+
+
+def gain_interval(
+    plan: WhichPlan, loss: Sample, slope: Sample, speedup: Sample
+) -> list[float] | None:
+    """Return the lower and upper end of the interval of the gain at equal loss.
+
+    The lower end combines the lowest speedup with the largest factor of tokens within the intervals
+    of the loss and the slope. Return None if one of the three intervals is unbounded.
+
+    Args:
+        plan: The plan.
+        loss: Loss of the candidate minus the baseline's loss.
+        slope: Slope of the baseline's loss (`loss_slope`). Its interval must be negative.
+        speedup: Speed of the candidate divided by the baseline's speed.
+    """
+    losses = loss.interval(plan.error)
+    slopes = slope.interval(plan.error)
+    speedups = speedup.interval(plan.error)
+    if losses is None or slopes is None or speedups is None:
+        return None
+    return [
+        max(0.0, speedups[0]) / max(tokens_for(plan, losses[1], slope) for slope in slopes),
+        speedups[1] / min(tokens_for(plan, losses[0], slope) for slope in slopes),
+    ]
+
+
+def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
+    """Return the growth factor of the training tokens that lowers the loss by `loss`.
+
+    If all runs branch from the checkpoint of another run, only the tokens after that checkpoint are
+    multiplied by the factor, which leaves at least one step. Otherwise all tokens are multiplied
+    by it.
+
+    Args:
+        plan: The plan, which has the number of steps.
+        loss: Loss of a candidate minus the baseline's loss, in nats per token. If it is negative,
+            the factor is 1 for a precision, which is assumed not to lower the true loss. The factor
+            is below 1 for other candidates, and if the models are evaluated as served.
+        slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
+    """
+    lowest = -MOST_FOLD if plan.served or plan.settings else 0.0
+    total_factor = math.exp(min(max(lowest, loss / -slope), MOST_FOLD))
+    before = plan.trunk if plan.begin_with else 0
+    # A model that is better than the checkpoint predicts no number of tokens below one step.
+    return max(1.0, total_factor * plan.steps - before) / (plan.steps - before)
+
+
+def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossDifference:
+    """Return the candidate's loss minus the baseline's loss.
+
+    Each pair is the baseline's run and the candidate's run with the same seed. `key` is the key of
+    the loss in the summaries of the runs.
+    """
+    by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
+    return LossDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
+
+
+def _speedup(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> Sample | None:
+    """Return the candidate's speed divided by the baseline's speed.
+
+    Each pair is the baseline's run and the candidate's run with the same seed. Return None if the
+    speed of any run is not known.
+    """
+    speedups = {run.config["seed"]: speed_ratio(base, run) for base, run in pairs}
+    measured = {seed: speedup for seed, speedup in speedups.items() if speedup}
+    return Sample(measured) if len(measured) == len(pairs) else None
+
+
+def loss_slope(run: RunRecord) -> float:
+    """Return the slope of the training loss at the last step, in nats per unit of ln(tokens).
+
+    A power law E + A * steps^-a is fitted to a part of the loss curve and extrapolated to the last
+    step. With a `wsd` schedule, the fitted part ends where the decay begins, because the decay
+    lowers the loss faster than more tokens do. If the decay begins in the first half of the run,
+    the fitted part ends in the middle of the run instead. With other schedules, the fitted part
+    ends at the last step. The first 30 % of the steps before this end are not fitted, because the
+    warmup and the steep fall of the loss at the beginning do not follow a power law.
+    """
+    steps, losses = run.curve("loss")
+    first = int(steps[0])
+    last = int(steps[-1])
+    decay_begins = schedule.decay_begins(recipe_of(run).schedule, last) or last
+    fit_end = max(decay_begins, (first + last) / 2)
+    is_fitted = (steps > 0.3 * fit_end) & (steps <= fit_end) & np.isfinite(losses)
+    # Divide the steps by the last step. The slope of the fitted curve at the last step is then
+    # -a * A.
+    shares = steps[is_fitted] / last
+    # A fit begins with the coefficients (A, E) and the sum of squared errors.
+    fits = {power: np.polyfit(shares**-power, losses[is_fitted], 1, full=True) for power in POWERS}
+    best_power = min(fits, key=lambda power: fits[power][1])
+    amplitude, _ = fits[best_power][0]
+    return float(-best_power * amplitude)

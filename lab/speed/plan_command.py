@@ -1,0 +1,237 @@
+"""Print plans: `python -m pretrain plan` for other devices, `train --plan` for this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import textwrap
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedModel
+
+from foundation import units
+from foundation.errors import InputError
+from foundation.units import GIB, UNKNOWN, markdown, or_dash, with_bar
+from lab.speed.speed import Prediction, predict
+from lab.speed.targets import devices_called, obstacle, plan_on
+from packing.store import unprepared
+from pretrain.launch.environment import with_precision
+from pretrain.metrics.cards import card_called
+from pretrain.metrics.console import Console
+from pretrain.plan.plan import KEPT_FREE, Plan, settings_that_fit
+from pretrain.plan.rendering import (
+    flops_line,
+    horizon_lines,
+    in_subjects,
+    model_lines,
+    render,
+    width,
+)
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.settings import BF16, PRECISIONS
+from pretrain.run.data import open_data
+from pretrain.run.job import Job, plan_elsewhere
+from pretrain.run.resume_point import where_to_resume
+from pretrain.settings.commands import USUAL
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
+
+# The quantized precisions that some GPU computes.
+ON_GPUS = [
+    name
+    for name, precision in PRECISIONS.items()
+    if isinstance(precision, QuantizedPrecision) and precision.hardware.capability
+]
+# The last column needs a price.
+COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
+NOTES = (
+    "tokens/s: predicted, ± the error of a prediction, with the packages of requirements-cuda.txt",
+    "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
+    "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
+    f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
+    "time: all training steps, without evaluations, measurements of `log` and starts",
+)
+WITHOUT_PACKS = (
+    "each pack is counted as one document, which is an upper limit of FLOPs and time, because no "
+    "packs are prepared here"
+)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the plans of a recipe in several precisions for the devices in --on, and return 0.
+
+    Raises InputError if the recipe cannot be planned.
+    """
+    targets = [devices_called(text) for text in options.on or USUAL]
+    prices = {card_called(name, "--price").name: dollars for name, dollars in options.price}
+    if options.config and all(devices.count == 1 for devices in targets):
+        raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
+    loaded = load_recipe(options.recipe, options.overrides)
+    with_default = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
+    recipe = with_precision(with_default, os.environ)
+    plans, unsuitable = _plan_in_precisions(
+        recipe, options.overrides, is_set=loaded.precision is not None
+    )
+    plan, _ = next(iter(plans.values()))
+
+    print(f"{plan.recipe.name}: {plan.recipe.weights} weights\n{'─' * width()}")
+    print(
+        in_subjects(
+            {
+                "model": model_lines(plan),
+                "horizon": horizon_lines(plan),
+                "FLOPs": [flops_line(plan)],
+            }
+        ),
+        end="\n\n",
+    )
+    for devices in targets:
+        on_devices = {
+            label: plan_on(devices, *planned, options.config) for label, planned in plans.items()
+        }
+        print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
+    notes = [
+        *NOTES,
+        *([] if plan.packs else [WITHOUT_PACKS]),
+        "losses: docs/evidence.md, by model and tokens per parameter (here "
+        f"{units.count(plan.total_tokens / plan.flops.parameters)})",
+        *unsuitable,
+        *([plan.flops.uncounted_warning] if plan.flops.uncounted else []),
+        *plan.notices,
+    ]
+    print("\n".join(_wrapped(f"* {text}") for text in notes))
+    return 0
+
+
+def _plan_in_precisions(
+    recipe: Recipe, overrides: Sequence[str], *, is_set: bool
+) -> tuple[dict[str, tuple[Plan, PreTrainedModel]], list[str]]:
+    """Plan a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
+
+    is_set: True if the user has set the precision of the recipe. Then it is compared with BF16
+        alone.
+
+    Return two values. The first maps precisions to results of `plan_elsewhere`, and begins with the
+    precision of the recipe. The second lists why other precisions do not suit the recipe.
+    """
+    # Open the packs once for all precisions.
+    data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
+    planned = plan_elsewhere(recipe, overrides, data)
+    plan, _ = planned
+    head = recipe.fp8_config.scope.removeprefix("linear")
+    labels = [BF16.name]
+    if not is_set:
+        labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
+    # Without a quantized phase, the scope has no meaning.
+    plans = {plan.schedule.label + (head if plan.schedule.quantizes else ""): planned}
+    unsuitable = []
+    for label in dict.fromkeys(labels):
+        if label in plans:
+            continue
+        name = label.removesuffix("+head")
+        settings = recipe.fp8_config.model_copy(
+            update={"scope": f"linear{label.removeprefix(name)}"}
+        )
+        candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
+        try:
+            plans[label] = plan_elsewhere(candidate, overrides, data)
+        except InputError as error:
+            unsuitable.append(f"{label}: {error}")
+    return plans, unsuitable
+
+
+def fits(plan: Plan) -> bool:
+    """Return True if a plan fits into the memory of its devices."""
+    # `devices.memory` is the part of the memory that a plan should use.
+    return plan.takes(plan.expected_microbatch) <= plan.devices.memory / (1 - KEPT_FREE)
+
+
+def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
+    """Return a heading, a table of the precisions, the fastest first, and remarks.
+
+    plans: maps each precision to the plan in it. The plans are for the same devices.
+    price: dollars for an hour of one device, or None.
+    """
+    devices = next(iter(plans.values())).devices
+    rows = []
+    remarks = defaultdict(list)
+    for label, plan in plans.items():
+        prediction = predict(plan)
+        missing = obstacle(plan)
+        if missing is None:
+            rows.append(_row(label, plan, prediction, price))
+        reason = prediction.reason
+        if missing is None and not fits(plan):
+            reason = f"does not fit; {settings_that_fit(plan)}"
+        for remark in [missing] if missing else [*plan.experts_in_bf16, reason]:
+            if remark:
+                remarks[remark].append(label)
+    columns = COLUMNS[:-1] if price is None else COLUMNS
+    cells = [row[: len(columns)] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+    major, minor = devices.capability or (0, 0)
+    source = card_called(devices.name, "").source
+    lines = [
+        f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, "
+        f"compute capability {major}.{minor}, speed by steps of {source}",
+        *([markdown(columns, cells)] if cells else []),
+        *(_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _row(
+    label: str, plan: Plan, prediction: Prediction, price: float | None
+) -> tuple[float, list[str]]:
+    """Return the sort key of a plan's row, and the cells of the row."""
+    devices = plan.devices
+    size = plan.expected_microbatch
+    takes = plan.takes(size)
+    is_possible = fits(plan)
+    remark = ", barely" if is_possible and takes > devices.memory else ""
+    host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
+    topology = f", {devices.topology}" if devices.count > 1 else ""
+    speed = prediction.tokens_per_second if is_possible else None
+    seconds = plan.total_tokens / speed if speed else None
+    dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
+    cells = [
+        label,
+        with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
+        with_bar(prediction.gain, prediction.gain_bar if plan.schedule.quantizes else None, ".2f"),
+        f"{-(-plan.packs_per_rank // size)} x {size}{topology}",
+        units.memory(takes / GIB) + host + remark,
+        or_dash(seconds, units.duration),
+        dollars,
+    ]
+    return speed or prediction.gain or 0.0, cells
+
+
+def _wrapped(text: str) -> str:
+    """Return a text as lines that fit into the width of the output."""
+    return textwrap.fill(text, width(), subsequent_indent="  ")
+
+
+def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
+    """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
+
+    resume_from: the value of --resume.
+    accept_changes: True if --accept-changes is given.
+
+    Raises InputError if the launch would be refused.
+    """
+    job, _, source = where_to_resume(job, resume_from, accept_changes)
+    lines = [
+        render(job.plan),
+        *(
+            f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
+            f"precision={active.requested}`; training in emulation here needs "
+            "`fp8_config.on_unsupported: emulate`"
+            for active in job.plan.precisions
+            if active.reason
+        ),
+    ]
+    if source is not None:
+        verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
+        lines += [f"{verb} {source.path}", *source.notes]
+    console.notice("\n".join(lines))
+    return 0

@@ -1,0 +1,256 @@
+"""Comparisons over seeds: groups, verdicts, and runs that do not count."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.errors import InputError
+from lab.compare.comparison import compare, group_names, notes_on
+from lab.compare.report import Report
+from lab.compare.seed_groups import SeedComparison
+from pretrain.__main__ import main
+from pretrain.metrics.run_record import read_run
+from tests.lab.made_runs import make_run, rows_of, trained
+
+
+def seeded(
+    path: Path, seed: int, above: float, *settings: str, steps: int = 100, **keywords: Any
+) -> Path:
+    """Write a run of 100 steps that is evaluated every 10 steps.
+
+    Its held-out loss ends `above` the baseline's loss of 2 + seed / 100.
+    """
+    make_run(
+        path,
+        [3.0] * steps,
+        f"seed={seed}",
+        "train.steps=100",
+        *settings,
+        held_out=False,
+        **keywords,
+    )
+    lines = []
+    packs = {"held_out_packs": 3 if "evaluate.packs=3" in settings else 4}
+    for step in range(10, steps + 1, 10):
+        loss = 2 + seed / 100 + above + (0.3 if step < 100 else 0.0)
+        lines.append(
+            {
+                "step": step,
+                "event": "evaluation",
+                "held_out_loss": loss,
+                "held_out_perplexity": math.exp(loss),
+            }
+            | packs
+        )
+    with (path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return path
+
+
+# Nats above the baseline by seed.
+ABOVE = {1: 0.001, 2: 0.002, 3: 0.002, 4: 0.001}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Four seeds of BF16, FP8 and emulated NVFP4, and a repeated BF16 run.
+
+    FP8 ends a little above BF16, and NVFP4 far above it.
+    """
+    runs = [seeded(tmp_path / f"bf16-seed={seed}", seed, 0.0) for seed in ABOVE]
+    runs += [
+        seeded(tmp_path / f"delayed-seed={seed}", seed, above, "precision=delayed")
+        for seed, above in ABOVE.items()
+    ]
+    emulated = {"backend": "emulation", "effective": "nvfp4"}
+    for seed, above in ABOVE.items():
+        runs.append(
+            seeded(
+                tmp_path / f"nvfp4-seed={seed}",
+                seed,
+                0.1 + above,
+                "precision=nvfp4",
+                audit=emulated,
+            )
+        )
+    return [*runs, seeded(tmp_path / "bf16_again-seed=2", 2, -0.0005)]
+
+
+def over(folders: list[Path]) -> SeedComparison:
+    return SeedComparison.over(compare([read_run(path) for path in folders]))
+
+
+def test_runs_that_differ_in_seed_are_a_group_and_repeats_another(folders: list[Path]):
+    runs = [read_run(path) for path in folders]
+    groups = [name for name in ("bf16", "delayed", "nvfp4") for _ in range(4)]
+    assert group_names(runs) == [*groups, "bf16_again"]
+
+
+def test_the_engine_and_options_of_a_precision_separate_groups(tmp_path: Path):
+    delayed = [("a", ()), ("b", ("fp8_config.margin=1",))]
+    runs = [
+        trained(tmp_path / f"{name}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *options)
+        for name, options in delayed
+    ]
+    runs.append(
+        trained(
+            tmp_path / "c-seed1",
+            (3.0,) * 4,
+            "seed=1",
+            "precision=delayed",
+            audit={"backend": "emulation"},
+        )
+    )
+    assert group_names(runs) == ["a", "b", "c"]
+    plain = [
+        trained(tmp_path / "p" / f"run-seed{seed}", (3.0,) * 4, f"seed={seed}", setting)
+        for seed, setting in ((1, "fp8_config.margin=1"), (2, "data.packs=elsewhere"))
+    ]
+    assert len(set(group_names(plain))) == 1, (
+        "BF16 ignores options of FP8, and the fingerprint identifies packs"
+    )
+
+
+def test_the_report_shows_the_answer_over_seeds_first(folders: list[Path], tmp_path: Path, capsys):
+    page = tmp_path / "out" / "report.html"
+    assert main(["report", *map(str, folders), "--out", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "Against bf16, margin ± 0.3 %: delayed (+0.0015 over 4 seeds, equivalent); nvfp4 (+0.1015 "
+        "over 4 seeds, worse by more than the margin); bf16_again (−0.0005 over 1 seed, no "
+        "verdict: 4 seeds are needed)."
+    )
+    rows = rows_of(printed)
+    # At the ends of the interval, the statistic of the sequential test is 1 / error, with one of
+    # three errors that sum up to 5 %.
+    assert rows["bf16"][0][:2] == ["4", "2.0250 (sd 0.0129)"]
+    half = float(rows["delayed"][0][3])
+    squares = 4 * 0.0005**2
+    shift = 4 * half**2
+    ratio = (squares + shift) / (squares + shift / 41)
+    assert 41**-0.5 * ratio**2 == pytest.approx(3 / 0.05, rel=0.05)
+    assert rows["delayed"][0][2:6] == ["+0.0015", f"{half:.4f}", "+0.07", "equivalent"]
+    assert rows["nvfp4"][0][2:5] == ["+0.1015", f"{half:.4f}", "+5.01"]
+    assert "delayed-seed=1" in rows
+    text = page.read_text()
+    assert text.index("Over seeds") < text.index("All figures") and "+5.01" in text
+
+
+def test_runs_without_a_valid_end_do_not_count_and_are_noted(folders: list[Path], tmp_path: Path):
+    unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
+    failed = make_run(
+        tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "precision=mxfp8"
+    )
+    sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
+    late = seeded(tmp_path / "late-seed=1", 1, 0.0, "precision=block")
+    lines = (late / "metrics.jsonl").read_text().splitlines()
+    # Remove the evaluation of the last step.
+    (late / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    other = seeded(tmp_path / "other-seed=1", 1, 0.0, "precision=block", "evaluate.packs=3")
+    comparison = over([*folders, unfinished, failed, sound, late, other])
+    verdicts = {group.name: group.verdict for group in comparison.results}
+    assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "not compared"
+    assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
+    assert comparison.results[5].difference is None, "no mean without the failed run"
+
+    unfinished_note, late_note, other_note = comparison.notes
+    assert "have not finished: current-seed=1, mxfp8-seed=1." in unfinished_note
+    assert "not evaluated" in late_note and late_note.endswith(": late-seed=1.")
+    assert "other data" in other_note and other_note.endswith(": other-seed=1.")
+
+
+def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path: Path):
+    """If losses fall, a branch of few steps must not seem better than the run it branched from."""
+    falling = [4.0 - step / 100 for step in range(100)]
+    runs = [
+        trained(
+            tmp_path / f"{name}-seed{seed}",
+            losses,
+            f"seed={seed}",
+            f"precision={name}",
+            held_out=False,
+            first_step=first_step,
+        )
+        for name, losses, first_step in (
+            ("bf16", falling, 1),
+            ("delayed", [loss + 0.5 for loss in falling[70:]], 71),
+        )
+        for seed in (1, 2, 3)
+    ]
+    comparison = SeedComparison.over(compare(runs))
+    assert comparison.loss_key == "loss_at_end"
+    assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
+    rows = rows_of("\n".join(Report.over(runs).tables()))
+    assert any("(steps 37 to 100)" in text for text in rows["bf16-seed1"][0])
+    other = trained(
+        tmp_path / "other",
+        [2.0] * 4,
+        "seed=1",
+        "precision=delayed",
+        held_out=False,
+        fingerprint="ef56",
+    )
+    compared_runs = compare([*runs[:3], *runs[4:], other])
+    assert SeedComparison.over(compared_runs).results[2].verdict == "not compared"
+    note, *_ = notes_on(compared_runs)
+    assert "other is not paired with bf16-seed1" in note and "`data.fingerprint`: ab12" in note
+
+
+def test_losses_as_served_are_compared_if_all_runs_have_them(folders: list[Path], tmp_path: Path):
+    def served(name: str, seed: int, loss: float, precision: str) -> Path:
+        path = tmp_path / "served" / f"{name}-seed={seed}"
+        seeded(path, seed, loss, f"evaluate.served={precision}", f"schedule.decay={loss / 10}")
+        line = {"step": 100, "event": "served", "served_loss": 4 - loss, "served_precision": "x"}
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return path
+
+    runs = [
+        served(name, seed, loss, "nvfp4")
+        for name, loss in (("long", 1.0), ("short", 1.5))
+        for seed in (1, 2, 3)
+    ]
+    comparison = over(runs)
+    assert comparison.results[1].difference.mean == pytest.approx(-0.5)
+    assert "held-out loss as served" in [column.title for column in comparison.columns()]
+    # The served losses of one run are in another precision, or missing.
+    for other in (served("other", 3, 1.5, "mxfp8"), folders[2]):
+        comparison = over([*runs[:5], other])
+        assert comparison.loss_key == "held_out_loss"
+
+
+def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
+    runs = [read_run(path) for path in folders]
+    one_seed = Report.over([runs[0], runs[4]]).seeds
+    assert one_seed.answer() == (
+        "Against bf16, margin ± 0.3 %: delayed (+0.0010 over 1 seed, no verdict: 3 seeds are "
+        "needed)."
+    )
+    assert Report.over(runs[:4], ["seed"]).seeds.answer() == "bf16"
+    with pytest.raises(InputError, match="seed"):
+        Report.over(runs[:4])
+    folder = folders[0].parent / "rate-seed=1"
+    other_rate = read_run(seeded(folder, 1, 0.0, "optimizer.learning_rate=0.5"))
+    with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
+        Report.over([*runs, other_rate])
+
+
+def test_a_branch_without_a_step_of_the_baseline_has_no_difference(tmp_path: Path):
+    settings = (("train.steps=100",), ("train.steps=300", "train.begin_with=x")) * 2
+    runs = [
+        make_run(
+            tmp_path / f"{place}",
+            [2.0] * 100,
+            f"seed={place // 2}",
+            *overrides,
+            held_out=False,
+            first_step=place % 2 * 200 + 1,
+        )
+        for place, overrides in enumerate(settings)
+    ]
+    assert [group.verdict for group in over(runs).results] == ["baseline", "not compared"]

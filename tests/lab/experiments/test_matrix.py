@@ -1,0 +1,195 @@
+"""Running and reporting a matrix without trainings. tests/launcher/test_matrix_run.py trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from foundation.errors import InputError
+from foundation.signals import StopRequest
+from lab.experiments import matrix_run
+from lab.experiments.matrix import write_report
+from lab.experiments.matrix_run import (
+    StartedCell,
+    devices_of,
+    launch_of,
+    mark,
+    next_of,
+    run_all,
+    start,
+)
+from pretrain.__main__ import main
+from pretrain.launch.launcher import CONFIGURATIONS
+from pretrain.metrics.run_folder import RunFolder
+from tests.conftest import ROOT
+from tests.lab.made_runs import leave_behind, rows_of
+
+
+def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
+    loaded = matrix(axes={"weights": ["fp32"]})
+    [cell] = loaded.cells
+    for side_by_side, marked in ((False, False), (True, True), (False, True)):
+        mark(loaded.settings.name, cell, side_by_side=side_by_side)
+        assert json.loads((cell.run_dir / "matrix.json").read_text())["side_by_side"] == marked
+
+
+def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
+    loaded = matrix(
+        axes={"weights": ["fp32"]}, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=3
+    )
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["3", "5"])
+    devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
+    assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    with pytest.raises(InputError, match="`gpus: 3`: only 2 GPUs can be used"):
+        run_all(loaded, loaded.cells, StopRequest())
+
+
+def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: [*"01234567"])
+    loaded = matrix(
+        axes={"weights": ["fp32", "bf16"]},
+        accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"),
+        gpus=8,
+        processes=3,
+    )
+    assert (loaded.slots, loaded.at_once) == (2, 2), "two GPUs remain unused"
+    devices = [devices_of(loaded, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
+    assert devices == ["0,1,2", "3,4,5"]
+    command = launch_of(loaded, loaded.cells[0]).command
+    option = command.index("--num_processes")
+    assert command[option + 1] == "3" and option < command.index("weights=fp32")
+
+
+def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
+    gpus = []
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(
+        matrix_run,
+        "start_training",
+        lambda launch, environment, *_: gpus.append(environment["CUDA_VISIBLE_DEVICES"]),
+    )
+    axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
+    loaded = matrix(axes=axes, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=2)
+    running: list[StartedCell] = []
+    for cell in loaded.cells:
+        running = [
+            *running[-1:],
+            start(loaded, cell, running[-1:], StopRequest(), side_by_side=False),
+        ]
+    assert gpus == ["1", "0", "1", "0"]
+    gpus.clear()
+    for cell in loaded.cells:
+        start(loaded, cell, [], StopRequest(), side_by_side=False)
+    assert gpus == ["1", "1", "0", "0"]
+
+
+def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):
+    source, branch = matrix(axes={"precision": ["fp32", "bf16"]}).cells
+    checkpoint = source.run_dir / "checkpoints" / "step-00000004"
+    train = branch.recipe.train.model_copy(update={"begin_with": str(checkpoint)})
+    branch = replace(branch, recipe=branch.recipe.model_copy(update={"train": train}))
+    assert next_of([branch, source], alone=True) is source
+    assert next_of([branch], alone=False) is None
+    assert next_of([branch], alone=True) is branch, "no cell will write the checkpoint"
+    checkpoint.mkdir(parents=True)
+    assert next_of([branch, source], alone=False) is branch
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"packs": "nowhere"},
+        {"packs": "p", "source": "a.txt", "tokenizer": "nowhere", "held_out": 0.1},
+    ],
+)
+def test_no_cell_starts_if_one_lacks_its_data(data, matrix, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    matrix(overrides={f"data.{key}": value for key, value in data.items()})
+    assert main(["matrix", "m.yaml"]) == 2
+    assert "nowhere" in capsys.readouterr().err and not list(tmp_path.glob("runs/*.log"))
+
+
+def test_no_cell_starts_if_one_folder_has_files_of_others(matrix, tmp_path, capsys):
+    last = matrix().cells[-1]
+    last.run_dir.mkdir(parents=True)
+    (last.run_dir / "thesis.txt").write_text("years of work")
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    assert "thesis.txt" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"settings": 3}', "[" * 5000], ids=["empty", *"abcd"]
+)
+def test_no_cell_starts_if_the_mark_of_one_is_damaged(content, matrix, tmp_path, capsys):
+    last = matrix().cells[-1]
+    last.run_dir.mkdir(parents=True)
+    last.mark.write_text(content)
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {last.mark}: ") and message.count("\n") == 1
+    last.mark.unlink()
+    os.mkfifo(last.log)
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    assert f"error: {last.log}: " in capsys.readouterr().err
+
+
+def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):
+    matrix()
+    assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "-1"]) == 2
+    assert "--cell -1: there is no such cell" in capsys.readouterr().err
+
+
+def test_a_second_command_of_a_matrix_is_pointed_to_at_once(matrix, tmp_path, capsys):
+    with RunFolder(matrix().folder):
+        assert main(["matrix", str(tmp_path / "m.yaml"), "--only", "weights=fp32"]) == 2
+    error = capsys.readouterr().err
+    assert "/runs: the folder is in use by process" in error and "set --at-once" in error
+
+
+# ── The report ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_finished_cells_are_ranked_by_held_out_loss(matrix):
+    loaded = matrix(
+        axes={
+            "optimizer.learning_rate": [0.01, 0.02, 0.03],
+            "weights": ["fp32", "bf16"],
+            "seed": [1],
+        }
+    )
+    assert "there is no report yet" in write_report(loaded)
+    for cell, held_out in zip(loaded.cells[:4], (2.5, 2.25, 2.258, None), strict=True):
+        leave_behind(cell, held_out=held_out)
+    leave_behind(loaded.cells[4], 5, held_out=1.0, done=False)
+    names = [cell.name for cell in loaded.cells]
+    rows = [name for name in rows_of(write_report(loaded)) if name in names]
+    assert rows == names[:4], "the baseline is first"
+    assert write_report(loaded).startswith(f"Lowest held-out loss: 2.2500, {names[1]}.")
+    assert "2 of 6 cells are not finished" in write_report(loaded)
+
+
+def test_no_cell_is_the_best_if_they_were_evaluated_on_different_data(matrix):
+    loaded = matrix(axes={"evaluate.packs": [2, 4]})
+    for cell, held_out in zip(loaded.cells, (2.5, 2.25), strict=True):
+        leave_behind(cell, held_out=held_out)
+    report = write_report(loaded)
+    assert "Lowest" not in report and "computed on different data" in report
+
+
+def test_another_seed_replaces_a_baseline_that_is_not_finished(matrix):
+    loaded = matrix(
+        axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline="seed=1-fp32"
+    )
+    for cell in loaded.cells[1:]:
+        leave_behind(cell)
+    report = write_report(loaded)
+    assert report.startswith("Against fp32, margin ± 0.3 %: bf16 (+0.0000 over 3 seeds, ")
+    assert "is not finished" not in report
+    for cell in loaded.cells[2::2]:
+        (cell.run_dir / "summary.json").unlink()
+    report = write_report(loaded)
+    assert "The baseline seed=1-fp32 is not finished, so this report uses seed=1-bf16" in report

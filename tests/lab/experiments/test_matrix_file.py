@@ -1,0 +1,207 @@
+"""Matrix files: cells, mistakes, and finished cells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foundation.errors import InputError
+from lab.experiments.matrix_file import Matrix, load_matrix
+from pretrain.settings.config import identity_of, load_recipe, resolved
+from tests.conftest import ROOT
+from tests.lab.made_runs import leave_behind
+
+MATRICES = sorted(ROOT.glob("recipes/matrices/*.yaml"))
+
+
+def names(matrix: Matrix) -> list[str]:
+    return [cell.name for cell in matrix.cells]
+
+
+# ── Cells ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cells_are_in_the_order_of_the_file(matrix):
+    cells = {
+        "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}},
+        "again-seed=1": {"precision": "bf16", "name": "again", "seed": 1},
+        "as_the_recipe": {},
+    }
+    loaded = matrix(cells=cells, baseline="again-seed=1")
+    assert names(loaded) == ["head", "again-seed=1", "as_the_recipe"]
+    head, again, same = loaded.cells
+    assert loaded.baseline is again and matrix(cells=cells).baseline.name == "head"
+    assert head.values == {"precision": "delayed", "fp8_config.scope": "linear+head"}
+    assert load_recipe(loaded.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
+    assert (again.recipe.seed, same.recipe.precision) == (1, "bf16"), "the recipe's precision"
+    assert identity_of(same.recipe, "") != identity_of(again.recipe, "")
+
+
+def test_cells_override_the_command_line_which_overrides_the_matrix(matrix, tmp_path):
+    cell = matrix(
+        "train.steps=7",
+        overrides={"optimizer": {"clip": None}, "train.steps": 5},
+        axes={"seed": [3]},
+    ).cells[0]
+    assert cell.overrides == (
+        "optimizer.clip=null",
+        "train.steps=7",
+        "seed=3",
+        f"run_dir={tmp_path}/runs/seed=3",
+    )
+    assert cell.recipe.optimizer.clip is None
+    assert cell.recipe.optimizer.learning_rate == 0.01
+    assert cell.recipe.train.steps == 7
+    assert cell.recipe.seed == 3
+    horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
+    assert horizon.recipe.train.tokens == 512 and horizon.recipe.train.steps is None
+
+
+def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
+    odd = {
+        "evaluate": {"samples": ["a: {b}", "no"]},
+        "model.config": {"rope_theta": 1e-6},
+        "data.mask_boundaries": False,
+    }
+    loaded = matrix(
+        overrides=odd,
+        cells={
+            "auto": {"optimizer.betas": [0.9, 0.95], "batch.microbatch": "auto"},
+            "4": {"batch.microbatch": 4, "precision": "fp32"},
+        },
+    )
+    for cell in loaded.cells:
+        recipe = load_recipe(loaded.settings.recipe, cell.overrides)
+        assert resolved(recipe) == resolved(cell.recipe)
+        assert recipe.model.config["rope_theta"] == 1e-6
+        assert recipe.evaluate.samples == ("a: {b}", "no")
+
+
+def test_only_selects_cells_that_match_every_key(matrix):
+    loaded = matrix()
+    assert loaded.only([]) == list(loaded.cells)
+    cells = loaded.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])
+    assert [cell.name for cell in cells] == ["bf16-bf16", "mxfp8-bf16"]
+    rates = matrix(axes={"optimizer.learning_rate": [1e-3, 4e-3]})
+    [cell] = rates.only(["optimizer.learning_rate=4.0e-3"])
+    assert cell.name == "learning_rate=0.004", "values are compared, not texts"
+    with pytest.raises(InputError, match=r"--only precison=bf16"):
+        loaded.only(["precison=bf16"])
+    with pytest.raises(InputError, match=r"selects none of the cells bf16-fp32"):
+        loaded.only(["precision=fp16"])
+
+
+# ── Mistakes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"axis": {}}, r"m\.yaml: `axis`: unknown key"),
+        ({"baseline": {"precision": "bf16"}}, r"m\.yaml: `baseline`"),
+        ({"cells": {}}, r"m\.yaml: `cells`"),
+        ({"cells": {"a/b": {}}}, r"m\.yaml: `cells\.a/b`"),
+        ({"baseline": "fp16"}, r"m\.yaml: `baseline: fp16` is none of the cells bf16-fp32, "),
+        ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights`: .*'fp33'"),
+        ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
+        (
+            {"axes": {"batch.tokens": [100]}},
+            r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple",
+        ),
+        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
+        (
+            {"run_dir": "runs/all"},
+            r"cell bf16-bf16: this cell has the same run folder as cell bf16-fp32",
+        ),
+        (
+            {"run_dir": "runs/{name}"},
+            r"`run_dir`: 'runs/\{name\}' contains \{name\}, but 'name' is not a known name",
+        ),
+        ({"cells": {"a": {"run_dir": "x"}}}, r"cell a: `run_dir`"),
+        (
+            {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
+            r"`gpus: 1` is less than the 2 processes",
+        ),
+        ({"gpus": 2}, r"m\.yaml: `gpus: 2` has no effect on a CPU"),
+    ],
+)
+def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
+    matrix, keys: dict[str, Any], message: str
+):
+    with pytest.raises(InputError, match=message):
+        matrix(**keys)
+    with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
+        matrix("weights=bf16")
+
+
+@pytest.mark.parametrize("cells", [None, [{"precision": "bf16"}]])
+def test_a_file_with_axes_or_unnamed_cells_is_refused_with_an_example(matrix, cells: Any):
+    """The lines of the message are a correct file."""
+    with pytest.raises(InputError, match=r"m\.yaml: `cells` must map the name of") as refused:
+        matrix(cells=cells, groups=[{"axes": {"seed": [1]}, "cells": {"a": {}}}])
+    example = yaml.safe_load(str(refused.value).partition("\n")[2])
+    assert matrix(**example).baseline.recipe.seed == 1
+
+
+@pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
+def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    matrix = load_matrix(path)
+    assert len(matrix.cells) > 1 and matrix.baseline in matrix.cells
+
+
+# ── Finished cells ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cell_is_finished_if_its_folder_holds_the_finished_training(matrix):
+    cell = matrix().cells[2]
+    assert not cell.is_finished()
+    leave_behind(cell, steps=5)
+    assert not cell.is_finished() and cell.record().summary["steps"] == 5
+    leave_behind(cell)
+    assert cell.is_finished()
+    assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), (
+        "these settings do not change the training"
+    )
+    assert not matrix("data.tokenizer=mine").cells[2].is_finished(), (
+        "the tokenizer's EOS token ends the documents of a token .bin"
+    )
+
+
+SOURCE = (
+    "data.source=c.jsonl",
+    "data.tokenizer=tok",
+    "data.packs=not/there",
+    "data.held_out=0.1",
+    "data.text='{a}/{b}'",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("train.steps=13", False),
+        ("optimizer.learning_rate=0.5", False),
+        ("data.source=c.parquet", False),
+        ("data.text='{a}//{b}'", False),
+        ("data.packing=best_fit", False),
+        ("data.packs=moved", True),
+        ("evaluate.packs=3", False),
+        ("evaluate.every=3", True),
+    ],
+)
+def test_a_folder_with_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
+    leave_behind(matrix(*SOURCE).cells[0], steps=12)
+    cell = matrix(*SOURCE, change).cells[0]
+    assert cell.is_finished() is same
+    if same:
+        cell.check_folder()
+    else:
+        key = change.partition("=")[0]
+        folder = re.escape(str(cell.run_dir))
+        with pytest.raises(InputError, match=f"^{folder}: .*`{key}`: .* and .*"):
+            cell.check_folder()

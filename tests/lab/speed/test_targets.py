@@ -1,0 +1,241 @@
+"""Plans for devices other than this machine's, by peaks that were measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from lab.speed import targets
+from lab.speed.targets import devices_called, obstacle
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import Plan, settings_that_fit
+from pretrain.precision.selection import select_precision
+from pretrain.precision.settings import LowPrecisionSettings
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
+
+FLASH = {"config": QWEN3, "attention": "flash_attn"}
+
+
+@pytest.fixture(scope="module")
+def shapes() -> PreTrainedModel:
+    return on_meta(QWEN3)
+
+
+@pytest.fixture(scope="module")
+def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
+    """Return a function that plans a billion tokens of Qwen3-1.7B on a target."""
+
+    def make(
+        target: str,
+        precision: str = "bf16",
+        trained: PreTrainedModel = shapes,
+        mean_squared: float = 745.0,
+        topology: str | None = None,
+        **changes: Any,
+    ) -> Plan:
+        settings = LowPrecisionSettings(**changes.get("fp8_config", {}))
+        active = select_precision(precision, settings, lambda precision: None)
+        resolved = recipe(
+            precision=precision,
+            **({"weights": "bf16_exact", "train": {"tokens": 10**9}} | changes),
+        )
+        plan = Plan(
+            resolved,
+            schedule_of(resolved, active),
+            Devices(),
+            flops_of(trained),
+            mean_squared,
+        )
+        return targets.plan_on(devices_called(target), plan, trained, topology)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "changes", "message"),
+    [
+        ("H200", "mxfp8", {}, "needs a GPU of compute capability 10.0"),
+        ("B200", "mxfp8", {}, None),
+        ("B200", "block", {}, None),
+        ("A100", "current", {}, "needs a GPU of compute capability 8.9"),
+        ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
+        ("RTX 4090", "bf16", {"model": FLASH}, "flash_attn needs an sm_90 or sm_100 GPU"),
+        ("H200", "fp32", {"model": FLASH, "weights": "fp32"}, "flash_attn needs BF16"),
+        ("H200", "bf16", {"model": FLASH}, None),
+        ("H200", "bf16", {"model": FLASH | {"attention": "cudnn"}}, None),
+    ],
+)
+def test_an_obstacle_on_a_device_is_named(
+    target: str, precision: str, changes: dict, message: str | None, plan_on: Callable
+) -> None:
+    reason = obstacle(plan_on(target, precision, **changes))
+    assert reason is message or message in reason
+
+
+def test_a_model_too_large_for_a_device_is_sharded(plan_on: Callable) -> None:
+    for length, sharded in ((4096, False), (2**17, True)):
+        changes = {"data": {"packs": "p", "length": length}, "batch": {"tokens": 2**21}}
+        alone, eight = (plan_on(f"{count} x NVIDIA H100 80GB HBM3", **changes) for count in (1, 8))
+        assert (alone.devices.sharded, eight.devices.sharded) == (False, sharded)
+        assert (alone.takes(1) > alone.devices.memory) == sharded
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8"])
+def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
+    precision: str, plan_on: Callable
+) -> None:
+    """FP32 weights of a copy take 28 GiB and more, and the activations of 12 packs 80 to 90."""
+    batch = {"tokens": 2**21, "microbatch": 12}
+    plan = plan_on("8xH100", precision, weights="fp32", batch=batch)
+    alone = plan_on("8xH100", precision, weights="fp32", batch=batch, topology="ddp")
+    assert alone.takes(1) <= alone.devices.memory < alone.takes(12)
+    assert plan.devices.sharded
+
+
+def with_settings(changes: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Return the sections of a recipe with key=value settings."""
+    changed = {"weights": "fp32", "train": {"tokens": 10**9}} | changes
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, name = key.rpartition(".")
+        if not section:
+            changed[name] = value
+            continue
+        before = {"model": {"source": "some/model"}, "batch": {"tokens": 2**17}}.get(section, {})
+        changed[section] = {**before, **changed.get(section, {}), name: value}
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "changes"),
+    [
+        ("RTX 5090", "bf16", {"batch": {"tokens": 2**17, "microbatch": 1}}),
+        ("RTX 4090", "delayed", {"batch": {"tokens": 2**17}}),
+        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 32}}),
+        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 1}, "log": {"gap": 5}}),
+        ("RTX A6000", "bf16", {"optimizer": {"name": "muon"}, "weights": "bf16"}),
+        ("8xB200", "mxfp8", {"batch": {"tokens": 2**21, "microbatch": 64}, "topology": "ddp"}),
+        ("4xRTX 3090", "bf16", {"topology": "ddp"}),
+        ("2xRTX 3090", "fp32", {"topology": "zero"}),
+    ],
+)
+@pytest.mark.parametrize("packs", [1, 8])
+def test_settings_that_fit_do_fit_and_none_of_them_can_be_left_out(
+    target: str, precision: str, changes: dict[str, Any], packs: int, plan_on: Callable
+) -> None:
+    changes = changes | {"data": {"packs": "p", "length": 4096 * packs}}
+    clause = settings_that_fit(plan_on(target, precision, **with_settings(changes, ())))
+    if clause == "no settings make it fit":
+        return
+    words = (
+        clause.removeprefix("it fits with `").removesuffix("`").replace("--config ", "topology=")
+    )
+
+    def fits(settings: Sequence[str]) -> bool:
+        plan = plan_on(target, precision, **with_settings(changes, settings))
+        return plan.takes(plan.expected_microbatch) <= plan.devices.memory
+
+    settings = words.split()
+    assert fits(settings)
+    for setting in settings:
+        assert not fits([other for other in settings if other != setting]), setting
+
+
+@pytest.mark.parametrize(
+    ("target", "gib"), {"A100": 79.1, "2xRTX A6000": 47.4, "L40S": 44.3}.items()
+)
+def test_a_microbatch_fits_the_memory_of_the_device(
+    target: str, gib: float, plan_on: Callable
+) -> None:
+    """Every device has a memory size, not only a peak speed."""
+    changes = {"data": {"packs": "p", "length": 2048}, "batch": {"tokens": 2**21}}
+    plan = plan_on(target, **changes)
+    assert plan.takes(1) <= plan.takes(plan.expected_microbatch) <= 0.92 * gib * 2**30
+    assert plan.expected_microbatch < plan.packs_per_rank
+
+
+def test_an_unsharded_device_keeps_gradients_for_the_gap(plan_on: Callable) -> None:
+    """They take 2 bytes per parameter, like the gradient sums."""
+    plan = plan_on("NVIDIA H200", "delayed", log={"gap": 10})
+    assert (
+        not plan.devices.sharded
+        and plan.memory(1)["gradients in BF16 for log.gap"] == plan.memory(1)["gradients"]
+    )
+
+
+def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:
+    """Both keep rotated queries and keys only if memory suffices."""
+    config = QWEN3 | {"head_dim": 64}
+    layers = {}
+    for attention in ("flash_attn", "triton", "varlen"):
+        settings = {"config": config, "attention": attention}
+        plan = plan_on("H200", trained=on_meta(config), model=settings)
+        layers[attention] = plan.layers["bf16"][0]
+    assert layers["triton"] == layers["flash_attn"]
+    assert layers["triton"].rotated > layers["varlen"].rotated == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Q9", "the table has A100 40GB, A100, H100 PCIe"),
+        ("H20", "the table has .*RTX 5090$"),
+        ("8x", "the table has"),
+        ("0xH200", "the table has"),
+    ],
+)
+def test_an_unknown_device_raises_the_names_of_the_table(text: str, message: str) -> None:
+    with pytest.raises(
+        InputError, match=f"--on {text}: this device is not in the table; .*{message}"
+    ):
+        devices_called(text)
+
+
+def test_several_devices_may_be_written_in_several_ways() -> None:
+    texts = ("H200", " 8 X b200", "8xH100", "8 x rtx4090")
+    devices = [str(devices_called(text)) for text in texts]
+    assert devices == ["1 x H200", "8 x B200", "8 x H100", "8 x RTX 4090"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "sharded", "gathered"),
+    [(None, False, False), ("ddp", False, False), ("zero", True, True), ("fsdp2", True, True)],
+)
+def test_a_topology_replaces_the_first_that_fits(
+    topology: str | None, sharded: bool, gathered: bool, plan_on: Callable[..., Plan]
+) -> None:
+    devices = plan_on("8xH100", topology=topology).devices
+    assert (devices.sharded, devices.gathered) == (sharded, gathered)
+    assert not plan_on("H100", topology=topology).devices.sharded
+
+
+@pytest.mark.parametrize(
+    ("target", "requested", "head_dim", "length", "attention"),
+    [
+        ("H100", "auto", 128, 745, "fa4"),
+        ("B200", "flash_attn", 128, 745, "fa4"),
+        ("H100", "auto", 64, 745, "triton"),
+        ("H100", "auto", 64, 1024, "fa4"),
+        ("B200", "auto", 64, 745, "fa4"),
+        ("RTX 4090", "auto", 64, 745, "varlen"),
+        ("RTX 5090", "auto", 128, 745, "varlen"),
+        ("H100", "auto", 512, 745, "sdpa"),
+        ("H100", "sdpa", 128, 745, "sdpa"),
+    ],
+)
+def test_a_target_uses_the_attention_that_is_chosen_there(
+    target: str,
+    requested: str,
+    head_dim: int,
+    length: int,
+    attention: str,
+    plan_on: Callable[..., Plan],
+) -> None:
+    config = QWEN3 | {"head_dim": head_dim}
+    settings = {"config": config, "attention": requested}
+    plan = plan_on(target, trained=on_meta(config), model=settings, mean_squared=float(length))
+    assert plan.attention == f"packed_{attention}"
