@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any
 
 from foundation.command import run_command
-from foundation.errors import InputError
-from foundation.files import replace_file, write_json
+from foundation.files import write_json
 from foundation.signals import StopRequest
 from pretrain.launch import script
 from pretrain.settings import commands, config
@@ -35,8 +34,6 @@ if __name__ == "__main__":
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from lab.compare.figures import picture_of_run
-from lab.speed import plan_command
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
@@ -68,7 +65,13 @@ from pretrain.run.data import open_data, open_prepared
 from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
-from pretrain.run.run import Run, open_console, recorder_of, report_if_finished
+from pretrain.run.run import (
+    Run,
+    open_console,
+    print_plan,
+    recorder_of,
+    report_if_finished,
+)
 from pretrain.run.stored_run import check_free, open_run_folder
 
 # Threshold of garbage collection for the oldest generation. No training reaches it, so Python does
@@ -115,7 +118,7 @@ def launch(arguments: argparse.Namespace) -> int:
     evaluation = served_job(job, accelerator) if job.recipe.evaluate.served else None
     console = open_console(job, accelerator, notices)
     if arguments.plan:
-        return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
+        return print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(
             lambda: open_run_folder(
@@ -424,10 +427,6 @@ def finish(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
-    try:
-        replace_file(run.folder.loss_plot, picture_of_run(finished))
-    except InputError as error:
-        run.console.warning(f"{run.folder.loss_plot} is not written: {error}")
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)

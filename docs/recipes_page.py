@@ -17,7 +17,7 @@ HEAD = """\
 
 `make docs` writes this page from `recipes/`. The comment at the top of each file has the command
 that starts the training, and the published document whose settings it uses. `base: other.yaml`
-includes another recipe ([settings.md](settings.md)), and `--plan` predicts time and memory
+includes another recipe ([settings.md](settings.md)), and `--plan` estimates the memory
 ([planning.md](planning.md)).
 
 Tests load each recipe, and train a tiny model of each architecture. Only `smoke` and

@@ -467,8 +467,6 @@ def start_here() -> Callable[..., Finished]:
         warnings = logging.StreamHandler(err)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            # Drawing takes longer than such a run.
-            patch.setattr(train_accelerate, "picture_of_run", lambda run: b"")
             patch.setenv("ACCELERATE_USE_CPU", "true")
             # accelerate keeps its state in the process.
             AcceleratorState._reset_state(reset_partial_state=True)

@@ -16,8 +16,6 @@ IMPORTED_LATE = (
     "pretrain.metrics.trackers",
     "numpy.ctypeslib",
     "numpy.ma",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
 )
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 

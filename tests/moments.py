@@ -156,8 +156,6 @@ def become_launcher(
 
     import train_accelerate
 
-    # Drawing takes longer than such a run.
-    train_accelerate.picture_of_run = lambda run: b""
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment

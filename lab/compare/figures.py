@@ -1,25 +1,16 @@
-"""Loss plot of a run as PNG, and functions for smoothed curves and ranges of axes.
-
-The HTML page of the report uses these functions too.
-"""
+"""Smoothed curves, ranges of axes and names of models for the HTML page of the report."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from foundation.errors import require_package
-from foundation.units import count
 from pretrain.metrics.run_record import RunRecord
 
 # Window of the moving mean, as a share of the run's steps.
 SMOOTHED_SHARE = 1 / 50
-# Colours of the training loss and of the held-out loss: blue and orange.
-COLOUR = "#1F77B4"
-HELD_OUT_COLOUR = "#D55E00"
 # Share of a run's steps that is ignored when the range of the vertical axis is computed. These are
 # the first steps, in which the loss falls steeply.
 FALL_SHARE = 1 / 30
@@ -77,43 +68,6 @@ def range_after_the_fall(
     highest = peak if peak - lowest < MOST_STRETCH * (highest - lowest) else highest
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)
-
-
-def picture_of_run(run: RunRecord) -> bytes:
-    """Return a PNG that plots the training loss and the held-out loss of a run over the steps.
-
-    Raises InputError if matplotlib is not installed.
-    """
-    require_package("matplotlib", "report", "the picture of the losses")
-    # The import takes half a second, so it is not at the top of the file. Figure is used instead of
-    # pyplot, because pyplot needs a display and keeps global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=150)
-    # Set the margins, because matplotlib takes longer to compute margins than to draw.
-    axes = figure.add_axes((0.08, 0.1, 0.905, 0.79))
-    steps, losses = run.curve("loss")
-    window = window_of(len(run.steps))
-    axes.plot(steps, losses, color=COLOUR, alpha=0.22, linewidth=0.6)
-    label = "training loss" + (f", mean of {window} steps" if window > 1 else "")
-    axes.plot(steps, moving_mean(losses, window), color=COLOUR, label=label)
-    evaluated, held_out = run.curve("held_out_loss")
-    if len(held_out):
-        label = f"held-out loss {held_out[-1]:.4f}{run.when_evaluated}"
-        axes.plot(evaluated, held_out, "o-", color=HELD_OUT_COLOUR, linewidth=1, label=label)
-    axes.set_ylim(range_after_the_fall([losses], [held_out]))
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_title(
-        f"{run.name}\n{model_name(run)} · {run.precision}, weights {run.config.get('weights')} · "
-        f"{count(run.summary['tokens'])} tokens",
-        loc="left",
-        parse_math=False,
-    )
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
 
 
 def model_name(run: RunRecord) -> str:

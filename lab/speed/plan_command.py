@@ -1,4 +1,4 @@
-"""Print plans: `python -m pretrain plan` for other devices, `train --plan` for this machine."""
+"""Print the plans of a recipe for devices that this machine does not have: `pretrain plan`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.cards import card_called
-from pretrain.metrics.console import Console
 from pretrain.plan.plan import KEPT_FREE, Plan, settings_that_fit
 from pretrain.plan.rendering import (
     flops_line,
     horizon_lines,
     in_subjects,
     model_lines,
-    render,
     width,
 )
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
 from pretrain.run.data import open_data
-from pretrain.run.job import Job, plan_elsewhere
-from pretrain.run.resume_point import where_to_resume
+from pretrain.run.job import plan_elsewhere
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -209,29 +206,3 @@ def _row(
 def _wrapped(text: str) -> str:
     """Return a text as lines that fit into the width of the output."""
     return textwrap.fill(text, width(), subsequent_indent="  ")
-
-
-def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
-    """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
-
-    resume_from: the value of --resume.
-    accept_changes: True if --accept-changes is given.
-
-    Raises InputError if the launch would be refused.
-    """
-    job, _, source = where_to_resume(job, resume_from, accept_changes)
-    lines = [
-        render(job.plan),
-        *(
-            f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
-            f"precision={active.requested}`; training in emulation here needs "
-            "`fp8_config.on_unsupported: emulate`"
-            for active in job.plan.precisions
-            if active.reason
-        ),
-    ]
-    if source is not None:
-        verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
-        lines += [f"{verb} {source.path}", *source.notes]
-    console.notice("\n".join(lines))
-    return 0

@@ -38,7 +38,6 @@ _REPLACED = {
     TRACKERS_FILE,
     "environment.json",
     "audit.json",
-    "loss.png",
     "profile.md",
     "which.json",
     "verdict.json",
@@ -110,16 +109,18 @@ class RunFolder(ExitStack):
         self.audit = path / "audit.json"
         self.metrics = path / METRICS_FILE
         self.summary = path / SUMMARY_FILE
-        self.loss_plot = path / "loss.png"
         self.final = path / "final"
         if not owner:
             return
-        if stored is not None:
-            # The folder itself is replaced if the run is restored, so lock a file beside it.
-            self.enter_context(locked(path.with_name(f".{path.name}.lock"), self._refuse))
-            stored.restore()
-        is_new = not path.exists()
-        self.enter_context(locked(path / ".lock", self._refuse))
+        # If the run is not restored, the locks are released at once.
+        with ExitStack() as locks:
+            if stored is not None:
+                # The folder itself is replaced if the run is restored, so lock a file beside it.
+                locks.enter_context(locked(path.with_name(f".{path.name}.lock"), self._refuse))
+                stored.restore()
+            is_new = not path.exists()
+            locks.enter_context(locked(path / ".lock", self._refuse))
+            self.enter_context(locks.pop_all())
         if is_new:
             self.callback(self._remove_if_empty)
         # Delete partial files of a killed run. No other process writes to the folder, because this

@@ -536,7 +536,5 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
     )
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
-    if folder.loss_plot.exists():
-        rows["curve"] = str(folder.loss_plot)
     rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
     return f"{run.name}: done", rows

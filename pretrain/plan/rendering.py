@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
-from lab.speed.speed import predict
 from packing.store import lines_of_phases
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
@@ -22,7 +21,7 @@ def width() -> int:
 def render(plan: Plan, *, brief: bool = False) -> str:
     """Return the plan as text, with a few lines for each subject.
 
-    With `brief`, the text has neither the predicted time nor the parts of the memory.
+    With `brief`, the text does not have the parts of the memory.
     """
     emulated = ", emulated" if plan.emulated else ""
     title = (
@@ -34,7 +33,6 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "step": [_step_line(plan)],
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
-        "time": [] if brief else [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
     }
@@ -168,16 +166,6 @@ def horizon_lines(plan: Plan) -> list[str]:
     muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
     rates = describe(plan.recipe.schedule, optimizer, plan.steps)
     return [*lines, rates + muon * (optimizer.name == "muon")]
-
-
-def _time_line(plan: Plan) -> str:
-    """Return a line with the predicted time of the run, and how sure it is."""
-    prediction = predict(plan)
-    speed = prediction.tokens_per_second
-    if speed is None:
-        return f"not predicted: {prediction.reason}"
-    time = units.duration(plan.total_tokens / speed)
-    return f"{time}: {units.with_bar(speed, prediction.bar, ',.0f')} tokens/s"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -26,7 +25,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import cell, count, percent, plural
-from lab.compare.figures import picture_of_run
 from packing.arrow import Packs
 from packing.settings import HUB_NAME, weights_by_phase
 from packing.store import open_packs
@@ -54,7 +52,6 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings, Recipe
 
 CARD = "README.md"
-PICTURE = "loss.png"
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────
 
@@ -133,11 +130,10 @@ def write_export(
     stop_after_answers(hf, tokenizer, recipe.data)
     further_files = {}
     # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
-    # so has no step in its name. Omit the picture without matplotlib.
+    # so has no step in its name.
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
         further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None, facts=facts)
-        further_files[PICTURE] = picture_of_run(run)
     huggingface.export(hf, tensors, tokenizer, out, further_files)
     return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
 
@@ -279,8 +275,6 @@ def export_trained(run: Run, record: RunRecord) -> None:
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
     further_files = {CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None)}
-    if run.folder.loss_plot.exists():
-        further_files[PICTURE] = run.folder.loss_plot.read_bytes()
     huggingface.export(
         hf,
         all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
@@ -308,8 +302,7 @@ def model_card(
 ) -> bytes:
     """Return the model card of an exported model: its size, data, settings and losses.
 
-    The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
-    PICTURE in the same folder, if matplotlib can draw this file.
+    The card is Markdown with the front matter of the hub, encoded as UTF-8.
 
     run: the record of the run. It has all facts on the card except the size of the model.
     hf: the model, on any device.
@@ -342,13 +335,12 @@ def model_card(
         'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
         f"{_GENERATION_EXAMPLE if has_tokenizer else ''}\n```",
         "\n".join(["| | |", "| --- | --- |", *table]),
-        f"![Training and held-out loss by step]({PICTURE})" if find_spec("matplotlib") else "",
         "Every setting of the run:",
         "```yaml\n"
         + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
         + "```",
     ]
-    return ("\n\n".join(filter(None, parts)) + "\n").encode()
+    return ("\n\n".join(parts) + "\n").encode()
 
 
 def _is_on_hub(name: str) -> bool:

@@ -36,6 +36,7 @@ from pretrain.plan.rendering import render
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
+from pretrain.run.resume_point import where_to_resume
 from pretrain.run.tokenizer import fingerprint_in_use
 from pretrain.settings.config import resolved
 
@@ -306,3 +307,29 @@ def report_if_finished(job: Job, folder: RunFolder, console: Console) -> bool:
         )
         console.panel(*last_screen(finished, folder))
     return is_complete
+
+
+def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
+    """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
+
+    resume_from: the value of --resume.
+    accept_changes: True if --accept-changes is given.
+
+    Raises InputError if the launch would be refused.
+    """
+    job, _, source = where_to_resume(job, resume_from, accept_changes)
+    lines = [
+        render(job.plan),
+        *(
+            f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
+            f"precision={active.requested}`; training in emulation here needs "
+            "`fp8_config.on_unsupported: emulate`"
+            for active in job.plan.precisions
+            if active.reason
+        ),
+    ]
+    if source is not None:
+        verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
+        lines += [f"{verb} {source.path}", *source.notes]
+    console.notice("\n".join(lines))
+    return 0

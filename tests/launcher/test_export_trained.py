@@ -27,7 +27,6 @@ from pretrain.__main__ import main
 from pretrain.model import attention
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulatedGemm
-from pretrain.run import export as export_module
 from pretrain.settings.recipe import LossSettings
 from tests.conftest import BLOCK_LENGTH, VOCABULARY
 from tests.forked_commands import forking
@@ -207,8 +206,6 @@ def exported(
             patch.setattr(EmulatedGemm, "quantize", recorded)
             run = start_here(recipe, folder)
             assert run.status == 0, run.output
-            # Drawing takes as long as the rest of an export.
-            patch.setattr(export_module, "picture_of_run", lambda run: b"")
             patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(parts)))
             status = main(
                 ["export", str(run.run_dir), "--precision", "trained", "--out", f"{folder}/out"]

@@ -18,7 +18,7 @@ from pretrain.__main__ import main
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 
-PACKAGES = ("datasets", "matplotlib", "plotly", "wandb")
+PACKAGES = ("datasets", "plotly", "wandb")
 REMEDY = "is not installed; run `pip install {0}`, or install this project with its extra `{1}`"
 
 
@@ -27,7 +27,7 @@ def test_the_extras_are_these_packages() -> None:
     extras = project["optional-dependencies"]
     names = {extra: [text.partition(">")[0] for text in extras[extra]] for extra in extras}
     assert names["wandb"] == ["wandb"]
-    assert names["report"] == ["matplotlib", "plotly"]
+    assert names["report"] == ["plotly"]
     assert names["hub"] == ["datasets"]
     assert names["all"] == [f"{project['name']}[wandb,report,hub]"]
     assert not [text for text in project["dependencies"] if text.startswith(PACKAGES)]
@@ -58,7 +58,6 @@ def test_a_page_without_its_package_is_refused_before_runs_are_read(
 
 @pytest.mark.long
 def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    """Only the picture of the losses is missing, in the run folder and in the exported folder."""
     hidden = "".join(f"sys.modules[{name!r}] = None\n" for name in PACKAGES)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{hidden}")
     recipe = write_recipe(small_recipe | {"precision": "fp32"}, tmp_path)
@@ -70,9 +69,4 @@ def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    run = Path(small_recipe["run_dir"])
-    assert (run / "summary.json").exists()
-    assert REMEDY.format("matplotlib", "report") in " ".join((done.stdout + done.stderr).split())
-    assert not [*run.rglob("loss.png")]
-    assert "loss.png" not in (run / "final/README.md").read_text(encoding="utf-8")
-    assert "curve" not in done.stdout
+    assert (Path(small_recipe["run_dir"]) / "summary.json").exists()

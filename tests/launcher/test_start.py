@@ -11,7 +11,7 @@ from benchmarks import throughput_packs
 from tests.conftest import ROOT
 
 # Packages of this project that most runs do not use.
-UNUSED = ("datasets", "matplotlib", "plotly", "transformer_engine", "wandb")
+UNUSED = ("datasets", "plotly", "transformer_engine", "wandb")
 
 
 def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:

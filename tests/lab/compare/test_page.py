@@ -1,8 +1,7 @@
-"""The loss plot of a run, and the report's page with its pictures."""
+"""The report's page with its pictures."""
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
@@ -13,13 +12,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from lab.compare.comparison import compare
-from lab.compare.figures import (
-    COLOUR,
-    HELD_OUT_COLOUR,
-    moving_mean,
-    picture_of_run,
-    range_after_the_fall,
-)
+from lab.compare.figures import moving_mean, range_after_the_fall
 from lab.compare.page import (
     WRITTEN_BY,
     check_replaceable,
@@ -39,14 +32,6 @@ LOSSES = {
     "lost at its end": [3.0, 2.0, None],
 }
 SCHEDULE = "precision=[{until: 0.5, use: nvfp4}, {use: bf16}]"
-
-
-def shows(colour: str, picture: bytes) -> bool:
-    """Return True if a PNG contains a pixel of this colour."""
-    from matplotlib.image import imread  # imported late, because it takes half a second
-
-    pixels = np.rint(255 * imread(io.BytesIO(picture))[..., :3])
-    return (pixels == list(bytes.fromhex(colour.removeprefix("#")))).all(axis=-1).any()
 
 
 @given(
@@ -138,7 +123,7 @@ def test_curves_are_drawn_by_step_or_by_tokens_if_steps_differ(tmp_path):
     assert [trace.x[0] for trace in figure.data[:2]] == [4096, 8192]
 
 
-def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
+def test_any_run_has_a_page(tmp_path):
     runs = [trained(tmp_path / "other", (4.0, 3.0, 2.0))]
     for name, losses in LOSSES.items():
         run = trained(
@@ -147,9 +132,6 @@ def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
             "precision=nvfp4",
             held_out=len(losses) > 1,
         )
-        picture = picture_of_run(run)
-        assert shows(COLOUR, picture) or losses[0] is None
-        assert shows(HELD_OUT_COLOUR, picture) or not run.evaluations
         assert curves_figure(compare([run])).data
         runs += [run, trained(tmp_path / f"t {name}", losses, fingerprint="cd")]
     assert "</html>" in page_of(runs, tmp_path, "data")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,3 +49,14 @@ def test_metrics_are_not_appended_to_the_file_behind_a_link(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "mine.jsonl")
     with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written: .*links"):
         JsonlTracker(tmp_path / "metrics.jsonl").start()
+
+
+def test_a_run_that_is_not_restored_holds_no_lock(tmp_path: Path) -> None:
+    stored = Mock(restore=Mock(side_effect=InputError("another training")))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(InputError, match="another training"):
+                RunFolder(tmp_path / "run", stored=stored)
+    finally:
+        gc.enable()

@@ -54,7 +54,6 @@ def evaluation(step: int) -> dict[str, Any]:
 def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     folder = tmp_path / "small-bf16-fp32"
     (folder / "final").mkdir(parents=True)
-    (folder / "loss.png").touch()
     title, rows = screen(
         folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation(60)]
     )
@@ -66,7 +65,6 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
         "memory": ["80.9 GiB (whole process)"],
         "model": [f"{folder}/final"],
-        "curve": [f"{folder}/loss.png"],
     }.items():
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
     assert f"python -m pretrain report {folder}" in rows["compare it"]
