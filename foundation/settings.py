@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import (
@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from foundation.errors import InputError, as_input_error, shown
@@ -41,6 +42,9 @@ class Settings(BaseModel):
     `LIST_HELP` if a key has a list of values but needs a single value. Both begin with "; ".
     """
 
+    # Map removed keys to their former defaults. The config.yaml of an earlier run may have them.
+    REMOVED: ClassVar[Mapping[str, Any]] = {}
+
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -48,6 +52,18 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        """Drop removed keys with their former defaults. Other values stay and are unknown keys."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in cls.REMOVED or value != cls.REMOVED[key]
+        }
 
     @field_validator("*", mode="before")
     @classmethod

@@ -124,10 +124,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
     """
     limit = settings.streamed.disk_gb * 1e9
     parts = {name: maker.settings for name, maker in makers.items()}
-    # The weights of a stream do not change.
-    shares = dict(
-        zip(makers, StreamedPacks(settings, parts).mixture.shares_of_packs(0), strict=True)
-    )
+    mixture = StreamedPacks(settings, parts).mixture
+    shares = dict(zip(makers, mixture.shares_of_packs(), strict=True))
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
     # Source and start of the part in `arranged`. The part is written when it fits on the disk.
     laid_out: tuple[str, PartStart] | None = None

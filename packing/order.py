@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.files import hash_of
-from foundation.settings import last_steps
 from packing.arrow import ArrowPacks, JoinedPacks, Packs
-from packing.settings import weights_by_phase
 
 # Number of rounds in `permute`, and least number of bits that it permutes. With eight rounds over 6
 # bits or more, all orders of up to 8 packs are equally frequent according to a chi-square test of
@@ -50,27 +48,25 @@ class Mixture:
     names: tuple[str, ...]
     # Number of packs of each source.
     counts: tuple[int, ...]
-    # Intended share of each source in the tokens, in each phase. The sum is 1 in each phase.
-    weights: tuple[tuple[float, ...], ...]
+    # Intended share of each source in the tokens. The sum is 1.
+    weights: tuple[float, ...]
     # Mean tokens in a pack of each source, without padding.
     tokens_per_pack: tuple[float, ...]
-    # First place of each phase after the first phase.
-    starts: tuple[int, ...] = ()
 
     @classmethod
     def alone(cls, count: int) -> Mixture:
         """Return the mixture of one source with `count` packs."""
-        return cls(("",), (count,), ((1.0,),), (1.0,))
+        return cls(("",), (count,), (1.0,), (1.0,))
 
-    def shares_of_packs(self, phase: int) -> list[float]:
-        """Return the share of each source in the packs of a phase. The shares sum to 1.
+    def shares_of_packs(self) -> list[float]:
+        """Return the share of each source in the packs. The shares sum to 1.
 
         A source's share of the packs is proportional to its share of the tokens, divided by its
         tokens per pack.
         """
         relative_packs = [
             weight / tokens
-            for weight, tokens in zip(self.weights[phase], self.tokens_per_pack, strict=True)
+            for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)
         ]
         return [packs / sum(relative_packs) for packs in relative_packs]
 
@@ -79,20 +75,17 @@ class Mixture:
 
         Each array is int64 and has the shape of `places`.
         """
-        places = np.asarray(places, np.int64)
-        packs = [np.zeros_like(places) for _ in self.names]
-        bounds = zip((0, *self.starts), (*self.starts, None), strict=True)
-        for phase, (start, end) in enumerate(bounds):
-            shares = self.shares_of_packs(phase)
-            # Number of places in this phase that do not belong to earlier sources.
-            remaining = np.clip(places, start, end) - start
-            for number, share in enumerate(shares):
-                # The rate is the source's share of the remaining places. The last source of the
-                # phase gets all of them.
-                rate = round(_PARTS * share / sum(shares[number:])) if share else 0
-                packs_of_source = remaining * rate // _PARTS
-                packs[number] = packs[number] + packs_of_source
-                remaining = remaining - packs_of_source
+        packs = []
+        shares = self.shares_of_packs()
+        # Number of places that do not belong to earlier sources.
+        remaining = np.asarray(places, np.int64)
+        for number, share in enumerate(shares):
+            # The rate is the source's share of the remaining places. The last source gets all of
+            # them.
+            rate = round(_PARTS * share / sum(shares[number:]))
+            packs_of_source = remaining * rate // _PARTS
+            packs.append(packs_of_source)
+            remaining = remaining - packs_of_source
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:
@@ -103,13 +96,13 @@ class Mixture:
     def shares(self, place: int) -> dict[str, float]:
         """Map the name of each source to its share of the tokens before `place`.
 
-        At place 0, return the intended shares of the first phase.
+        At place 0, return the intended shares.
         """
         tokens = [
             int(packs) * per_pack
             for packs, per_pack in zip(self.packs_before(place), self.tokens_per_pack, strict=True)
         ]
-        shares = [count / sum(tokens) for count in tokens] if any(tokens) else self.weights[0]
+        shares = [count / sum(tokens) for count in tokens] if any(tokens) else self.weights
         return dict(zip(self.names, shares, strict=True))
 
 
@@ -182,19 +175,16 @@ class MixedPacks(JoinedPacks):
         self,
         path: Path,
         parts: Mapping[str, Packs],
-        weights: Mapping[str, float | tuple[float, ...]],
-        until: Sequence[float | int] = (),
+        weights: Mapping[str, float],
     ) -> None:
         """Join `parts`, which maps the name of each source to its packs.
 
-        `weights` maps the name of each source to its intended share of the tokens, or to its shares
-        in all phases. `until` has the ends of all phases except the last one, as shares of all
-        steps or as steps. Raises InputError if two sources were made with different tokenizers.
+        `weights` maps the name of each source to its intended share of the tokens. Raises
+        InputError if two sources were made with different tokenizers.
         """
         super().__init__(path, list(parts.values()))
         self.by_source = dict(parts)
         self.weights = {name: weights[name] for name in parts}
-        self.until = until
         self.length = self.joined[0].length
         # MDS and token .bin files do not record their tokenizer.
         recorded = [packs.tokenizer for packs in self.joined if packs.tokenizer]
@@ -212,22 +202,13 @@ class MixedPacks(JoinedPacks):
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Rule that mixes these sources, without the starts of phases (see `mixture_over`)."""
-        weights = map(weights_by_phase, self.weights.values())
+        """Rule that mixes these sources."""
         return Mixture(
             names=tuple(self.by_source),
             counts=tuple(map(len, self.joined)),
-            weights=tuple(zip(*weights, strict=True)),
+            weights=tuple(self.weights.values()),
             tokens_per_pack=tuple(map(_tokens_of, self.joined)),
         )
-
-    def mixture_over(self, steps: int, packs_per_step: int) -> Mixture:
-        """Return the rule that mixes these sources in a run of `steps` steps.
-
-        Raises InputError if a phase would have no step.
-        """
-        ends = last_steps("data.weights_until", [*self.until, None], steps)
-        return replace(self.mixture, starts=tuple(end * packs_per_step for end in ends[:-1]))
 
 
 def _tokens_of(packs: Packs) -> float:

@@ -8,15 +8,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from operator import truediv
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     PrivateAttr,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -25,7 +23,6 @@ from foundation.errors import InputError
 from foundation.settings import (
     CopiedPath,
     PathText,
-    PhaseEnd,
     PositiveCount,
     Settings,
     Share,
@@ -43,7 +40,6 @@ MANIFEST = "packs.json"
 _HIDDEN = (".", "__pycache__", "lost+found")
 # Templates of a prompt and its response.
 TemplatePair = Annotated[tuple[TemplateText, ...], Field(min_length=2, max_length=2)]
-Weight = Annotated[float, Field(ge=0)]
 # Keys that determine the kind of a record.
 RECORD = ("messages", "input_ids", "labels", "text")
 
@@ -228,16 +224,8 @@ class WeightedSource(SourceSettings):
     null: the last part of `source` without suffixes.
     """
 
-    weight: Weight | tuple[Weight, ...]
-    """Share of the tokens, relative to the weights of other sources.
-
-    With `weights_until`, it may be a list with a weight for each phase, which may be 0.
-    """
-
-
-def weights_by_phase(weight: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the weights of a source in all phases. Return one weight if it never changes."""
-    return (weight,) if isinstance(weight, float) else tuple(weight)
+    weight: float = Field(gt=0)
+    """Share of the tokens, relative to the weights of other sources."""
 
 
 class StreamingSettings(Settings):
@@ -265,6 +253,8 @@ class DataSettings(SourceSettings):
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
+    REMOVED: ClassVar = {"weights_until": None}
+
     packs: CopiedPath
     """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
 
@@ -284,13 +274,6 @@ class DataSettings(SourceSettings):
     """Do not use the first token of a document as a label.
 
     It would be predicted from another document.
-    """
-
-    weights_until: Annotated[tuple[PhaseEnd, ...], Field(min_length=1)] | None = None
-    """Ends of phases in which `sources` have other weights: shares of all steps, or step numbers.
-
-    The last phase ends with the run. With `[0.8]`, the weights change after 80 % of the steps.
-    null: the weights do not change.
     """
 
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
@@ -355,8 +338,8 @@ class DataSettings(SourceSettings):
         return self.stream
 
     @property
-    def shares(self) -> tuple[float | tuple[float, ...], ...]:
-        """Intended share of each training source in the tokens, or its shares in all phases."""
+    def shares(self) -> tuple[float, ...]:
+        """Intended share of each training source in the tokens."""
         return tuple(source.weight for source in self.sources) if self.sources else (1.0,)
 
     @property
@@ -404,28 +387,14 @@ class DataSettings(SourceSettings):
     @field_validator("sources")
     @classmethod
     def _normalise_weights(
-        cls, sources: tuple[WeightedSource, ...] | None, info: ValidationInfo
+        cls, sources: tuple[WeightedSource, ...] | None
     ) -> tuple[WeightedSource, ...] | None:
-        phases = 1 + len(info.data.get("weights_until") or ())
-        rows = [weights_by_phase(source.weight) for source in sources or ()]
-        if {1, *map(len, rows)} != {1, phases}:
-            raise ValueError(
-                "`weights_until` and the lists in `weight` do not fit together; for n phases, set "
-                "`weights_until` to n - 1 ends, and `weight` of each source to n numbers, or to one"
-            )
-        rows = [row * (phases // len(row)) for row in rows]
-        totals = [sum(weights) for weights in zip(*rows, strict=True)]
-        if not (all(totals) and all(map(any, rows))):
-            raise ValueError(
-                "a source or a phase has no weight above 0; remove this source or phase, or set a "
-                "`weight` above 0"
-            )
+        total = sum(source.weight for source in sources or ())
         # If the sum of the weights is 1, a division would only add rounding errors.
-        totals = [1.0 if abs(total - 1) < 1e-9 else total for total in totals]
-        shares = [tuple(map(truediv, row, totals)) for row in rows]
-        return sources and tuple(
-            source.model_copy(update={"weight": share if phases > 1 else share[0]})
-            for source, share in zip(sources, shares, strict=True)
+        if sources is None or abs(total - 1) < 1e-9:
+            return sources
+        return tuple(
+            source.model_copy(update={"weight": source.weight / total}) for source in sources
         )
 
     @model_validator(mode="after")
@@ -434,11 +403,6 @@ class DataSettings(SourceSettings):
             raise ValueError(
                 "`source` and `sources` are both set; either set `source` to one source, or set "
                 "`sources` to several sources with weights"
-            )
-        if self.stream and self.weights_until:
-            raise ValueError(
-                "`weights_until` and a mapping as `streaming` are both set, but a stream has the "
-                "same weights in the whole run; remove one of them"
             )
         if self.prepares and self.tokenizer is None:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.storage import address_of, fetch, is_address
-from foundation.units import percent
 from packing.arrow import (
     FIRST,
     MANIFEST,
@@ -27,7 +26,7 @@ from packing.arrow import (
 )
 from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, evenly, splitmix64
-from packing.settings import SOURCE_NAME, DataSettings, matching_files, weights_by_phase
+from packing.settings import SOURCE_NAME, DataSettings, matching_files
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
@@ -63,21 +62,10 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
             )
         streaming = settings.streaming
         if stream := settings.stream:
-            # The weights of a stream do not change.
-            window = round(stream.window * weights_by_phase(source.weight)[0])
+            window = round(stream.window * source.weight)
             streaming = stream.model_copy(update={"window": max(settings.length, window)})
         parts[name] = settings.part(source, settings.packs / name, streaming=streaming)
     return parts
-
-
-def lines_of_phases(settings: DataSettings, ends: Sequence[str]) -> list[str]:
-    """Return a line with the shares of the sources in each phase. `ends` has the ends as texts."""
-    names = training_parts(settings)
-    texts = [
-        ", ".join(f"{percent(share)} {name}" for name, share in zip(names, shares, strict=True))
-        for shares in zip(*map(weights_by_phase, settings.shares), strict=True)
-    ]
-    return [f"until {end}: {text} of the tokens" for end, text in zip(ends, texts, strict=True)]
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
@@ -194,12 +182,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     }
     if not opened:
         return None
-    return MixedPacks(
-        settings.packs,
-        opened,
-        dict(zip(parts, settings.shares, strict=True)),
-        settings.weights_until or (),
-    )
+    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:

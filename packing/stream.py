@@ -459,13 +459,10 @@ class StreamOrder(Order):
         return figures | {"epoch": float(min(part.after.epoch for part in parts.values()))}
 
 
-def order_of(packs: Packs, seed: int, steps: int = 1, packs_per_step: int = 1) -> Order:
-    """Return the reading order of `packs` in a run of `steps` steps.
-
-    The length of the run has an effect only if the weights of sources change (`weights_until`).
-    """
+def order_of(packs: Packs, seed: int) -> Order:
+    """Return the reading order of `packs`."""
     if isinstance(packs, StreamedPacks):
         return StreamOrder(packs.mixture, seed, packs)
     if isinstance(packs, MixedPacks):
-        return Order(packs.mixture_over(steps, packs_per_step), seed)
+        return Order(packs.mixture, seed)
     return Order(Mixture.alone(len(packs)), seed)

@@ -370,8 +370,7 @@ def open_packs(
         seed: Seed of the order of packs.
 
     Raises:
-        InputError: There are no packs of this split, or they are streamed, or the recipe has
-            `weights_until`.
+        InputError: There are no packs of this split, or they are streamed.
 
     Example::
 
@@ -388,11 +387,6 @@ def open_packs(
     else:
         length = find_splits(path, length)["train"]().length
         settings = DataSettings(packs=path, length=length)
-    if settings.weights_until:
-        raise InputError(
-            f"{source}: `data.weights_until` depends on the length of a training, which a dataset "
-            "does not have; open a recipe for each phase, with the weights of the phase"
-        )
     return PackedDataset(settings, split, seed)
 
 

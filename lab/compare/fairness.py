@@ -25,7 +25,7 @@ from pretrain.metrics.run_record import (
     same_measure,
 )
 from pretrain.precision.settings import is_quantized
-from pretrain.settings.config import HORIZON, SOURCE, identity_of
+from pretrain.settings.config import SOURCE, identity_of
 from pretrain.settings.recipe import Recipe
 
 # Keys, and prefixes of keys, that tables show only if their values differ between the runs.
@@ -189,8 +189,6 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     differences = differing(first, second).items()
     if data_keys := {key: values for key, values in differences if key.startswith(SAME_TEXT)}:
         return f"their steps are trained on different data: {in_words(data_keys)}"
-    if any(key in HORIZON for key, _ in differences) and recipe_of(first).data.weights_until:
-        return "the weights of their sources (`data.weights_until`) change at different steps"
     steps, first_tokens, second_tokens = _common_steps(first, second, "tokens")
     if (first_tokens != second_tokens).any():
         return (

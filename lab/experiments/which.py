@@ -493,10 +493,8 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
             return math.inf
         packs = packs.first_parts
     mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    # Number of packs, counted over all sources, until one source has no unused pack left. Count
-    # the largest share of each source in a phase, because the lengths of phases are not known yet.
-    phases = map(mixture.shares_of_packs, range(len(mixture.weights)))
-    shares = map(max, zip(*phases, strict=True))
+    # Number of packs, counted over all sources, until one source has no unused pack left.
+    shares = mixture.shares_of_packs()
     used_up = min(count / share for count, share in zip(mixture.counts, shares, strict=True))
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 

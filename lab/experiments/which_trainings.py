@@ -86,9 +86,6 @@ class WhichTrainings:
             # Evaluate, so that the trial fails if there is no held-out data.
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
-            # Twelve steps may be too few for the phases in which sources have other weights.
-            "data.weights_until": list(range(2, 2 + len(self.recipe.data.weights_until or ())))
-            or None,
         }
         cells: dict[str, Values] = {}
         for name in names:

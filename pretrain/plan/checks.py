@@ -138,7 +138,6 @@ def check_settings(
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
         last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
-        last_steps("data.weights_until", [*(data.weights_until or ()), None], steps)
         merge = recipe.evaluate.merge
         every = recipe.checkpoint.every or steps
         # A branch saves only checkpoints after the step in the name of the checkpoint to branch

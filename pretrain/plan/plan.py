@@ -183,12 +183,6 @@ class Plan:
         return self.total_packs / self.packs if self.packs else None
 
     @property
-    def mixture_ends(self) -> list[int]:
-        """Return the last step of each phase of the mixture, except for the last phase."""
-        starts = self.mixture.starts if self.mixture else ()
-        return [start // self.packs_per_step for start in starts]
-
-    @property
     def flops_per_token(self) -> float:
         """Return the mean training FLOPs per token.
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
-from packing.store import lines_of_phases
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
@@ -159,9 +158,6 @@ def horizon_lines(plan: Plan) -> list[str]:
             f"of {plural(count, 'pack')}"
             for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
         ]
-        if ends := plan.mixture_ends:
-            steps = [f"step {end:,}" for end in (*ends, plan.steps)]
-            lines += lines_of_phases(plan.recipe.data, steps)
     optimizer = plan.recipe.optimizer
     muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
     rates = describe(plan.recipe.schedule, optimizer, plan.steps)

@@ -77,7 +77,7 @@ class Data:
             for packs in self.train.by_source.values()
         ]
         readable = self.readable
-        weights = readable.mixture.shares_of_packs(0) if isinstance(readable, MixedPacks) else None
+        weights = readable.mixture.shares_of_packs() if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
 
     @cached_property

@@ -26,7 +26,7 @@ from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import cell, count, percent, plural
 from packing.arrow import Packs
-from packing.settings import HUB_NAME, weights_by_phase
+from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import averaged, step_folder, step_folders, step_of
@@ -353,8 +353,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     data = run.config["data"]
     figures = run.summary
     shares = [
-        f"{' then '.join(map(percent, weights_by_phase(part['weight'])))} "
-        f"{part.get('source') or part['name']}"
+        f"{percent(part['weight'])} {part.get('source') or part['name']}"
         for part in data.get("sources") or ()
     ]
     emulated = ", emulated in software" if run.emulated else ""

@@ -138,8 +138,6 @@ class Job:
         return (
             identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
             | shares
-            # Shares of all steps become step numbers, which differ if the number of steps does.
-            | {"data.weights_until": self.plan.mixture_ends or None}
             | self.source_config
         )
 
@@ -151,7 +149,7 @@ class Job:
         packs = self.data.train
         return BatchStream(
             packs=packs,
-            order=order_of(packs, self.recipe.seed, self.plan.steps, self.plan.packs_per_step),
+            order=order_of(packs, self.recipe.seed),
             packs_per_step=self.plan.packs_per_step,
             **self.batching(accelerator),
         )
@@ -363,11 +361,7 @@ def _plan_of(
         # Without packs, assume that every pack contains one document.
         data.mean_squared if data else float(recipe.data.length),
         packs=packs,
-        mixture=(
-            data.train.mixture_over(steps, recipe.batch.tokens // recipe.data.length)
-            if data and isinstance(data.train, MixedPacks)
-            else None
-        ),
+        mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
         notices=[*notices, *(notes_of(data.train, recipe.data.tokenizer) if data else ())],
     )
 

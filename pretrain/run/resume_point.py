@@ -199,13 +199,6 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     saved = {"optimizer.name": "adamw"} | record["identity"]
     present = {"optimizer.name": "adamw"} | job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
-    saved_ends, ends = (
-        {*(identity.get("data.weights_until") or ())} for identity in (saved, present)
-    )
-    place = record["progress"]["place"]
-    # Phases of data weights may end at other steps after the checkpoint.
-    if all(end * job.plan.packs_per_step >= place for end in saved_ends ^ ends):
-        ignored = (*ignored, "data.weights_until")
     return {
         key: (saved.get(key), present.get(key))
         for key in changed_keys(saved, present)

@@ -523,6 +523,9 @@ _OTHER_NAMES = {
     "there is no early stopping; `checkpoint.best: true` keeps the best checkpoint": (
         "early_stopping early_stopping_patience patience"
     ),
+    "to change the weights of sources late in a training, branch with `train.begin_with`": (
+        "weights_until"
+    ),
     "batches are always prepared ahead of time": (
         "num_workers dataloader_num_workers preprocessing_num_workers dataloader_pin_memory"
     ),

@@ -34,6 +34,7 @@ class Example(Settings):
         "recompute": "recompute.layers",
         "layer": "layers are out of scope",
     }
+    REMOVED: ClassVar = {"until": None}
     LIST_HELP: ClassVar = "; use a matrix"
     UNKNOWN_KEY_HELP: ClassVar = "; see docs/keys.md"
 
@@ -220,3 +221,9 @@ def test_a_file_with_thousands_of_mistakes_has_a_short_message() -> None:
     with pytest.raises(InputError) as error:
         parse(Example, {f"key{number}": 1 for number in range(10_000)}, "file")
     assert str(error.value).count("unknown key") == 20
+
+
+def test_a_removed_key_is_read_with_its_former_default_alone() -> None:
+    assert parse(Example, {"until": None, "rate": 2}, "x") == Example(rate=2)
+    with pytest.raises(InputError, match="x: `until`: unknown key"):
+        parse(Example, {"until": [0.5]}, "x")

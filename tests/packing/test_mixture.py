@@ -11,9 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.settings import parse
 from packing.arrow import read_manifest
-from packing.batch import BatchStream
 from packing.order import MixedPacks
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -186,90 +184,3 @@ def test_a_single_text_file_holds_out_its_tail(
     ).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
     assert len(tokens["held_out"]) == round(0.1 * len(everything))
-
-
-# ── Weights that change ───────────────────────────────────────────────────────────────────────────
-
-
-def test_weights_change_at_the_ends_of_phases(data: DataSettings, values: dict[str, Any]) -> None:
-    web, short = values["sources"]
-    changing = [web | {"weight": [3, 1]}, short | {"weight": 1}]
-    settings = DataSettings(**values | {"weights_until": [0.8], "sources": changing})
-    assert [source.weight for source in settings.sources] == [(0.75, 0.5), (0.25, 0.5)]
-    assert settings == DataSettings(**settings.model_dump(mode="json"))
-    packs = open_packs(settings, "train")
-    # The change is after 8 of 10 steps.
-    order = order_of(packs, seed=3, steps=10, packs_per_step=50)
-    is_web = order.packs_at(range(500)) < len(packs.by_source["web"])
-    tokens = np.where(is_web, *order.mixture.tokens_per_pack)
-    for phase, share in ((slice(0, 400), 0.75), (slice(400, 500), 0.5)):
-        web_tokens = tokens[phase][is_web[phase]].sum()
-        assert web_tokens / tokens[phase].sum() == pytest.approx(share, abs=0.02)
-    # Evaluations read the same packs as with constant weights.
-    held_out = [open_packs(each, "held_out") for each in (settings, data)]
-    assert [packs[0].input_ids.tolist() for packs in held_out[0].by_source.values()] == [
-        packs[0].input_ids.tolist() for packs in held_out[1].by_source.values()
-    ]
-    assert packs.fingerprint != open_packs(data, "train").fingerprint
-    with pytest.raises(InputError, match=r"`data.weights_until`: phase 1 of 2 would begin after"):
-        order_of(packs, seed=3)
-
-
-def test_every_rank_reads_its_packs_of_a_changing_mixture(values: dict[str, Any]) -> None:
-    web, short = values["sources"]
-    sources = [web | {"weight": [1, 0]}, short | {"weight": [0, 1]}]
-    settings = DataSettings(**values | {"weights_until": [2], "sources": sources})
-    prepare(settings, progress=False)
-    packs = open_packs(settings, "train")
-    order = order_of(packs, seed=0, steps=4, packs_per_step=6)
-    common = {"packs": packs, "order": order, "packs_per_step": 6, "mask_boundaries": True}
-    for step in range(4):
-        read = []
-        for rank in range(2):
-            stream = BatchStream(microbatch=2, rank=rank, world_size=2, **common)
-            for microbatch in stream.step(6 * step).microbatches:
-                read += microbatch.input_ids.reshape(-1, 64).tolist()
-        # A step has packs of one source only.
-        expected = order.packs_at(range(6 * step, 6 * step + 6))
-        assert ((expected < len(packs.by_source["web"])) == (step < 2)).all()
-        # The last microbatch of 4 x 2 packs is filled with blank packs.
-        blank = [0] * 64
-        assert sorted(ids for ids in read if ids != blank) == sorted(
-            packs[index].input_ids.tolist() for index in expected.tolist()
-        )
-
-
-@pytest.mark.parametrize(
-    ("until", "weights", "message"),
-    [
-        ([0.5], [1, 1], "do not fit together"),
-        ([0.5], [[1, 2, 3], 1], "do not fit together"),
-        ([0.2, 0.4, 0.6], [[1, 2], 1], "do not fit together"),
-        (None, [[1, 2], 1], "do not fit together"),
-        (None, [0, 1], "no weight above 0"),
-        ([0.5], [[0, 0], 1], "no weight above 0"),
-        ([0.5], [[0, 1], [0, 1]], "no weight above 0"),
-        ([0.5], [[-1, 1], 1], "greater than or equal to 0"),
-        ([0], [[1, 2], 1], "0 is neither a share of the steps"),
-        ([1.5], [[1, 2], 1], "1.5 is neither a share of the steps"),
-        ([], [1, 1], "at least 1 item"),
-    ],
-)
-def test_phases_that_do_not_fit_are_refused(
-    values: dict[str, Any], until: Any, weights: list[Any], message: str
-) -> None:
-    sources = [
-        source | {"weight": weight}
-        for source, weight in zip(values["sources"], weights, strict=True)
-    ]
-    with pytest.raises(InputError, match=message):
-        parse(DataSettings, values | {"weights_until": until, "sources": sources}, "data")
-
-
-def test_a_stream_and_a_single_source_have_no_phases(values: dict[str, Any]) -> None:
-    web, short = values["sources"]
-    changing = {"weights_until": [0.8], "sources": [web | {"weight": [3, 1]}, short]}
-    with pytest.raises(InputError, match="a stream has the same weights in the whole run"):
-        parse(DataSettings, values | changing | {"streaming": {"disk_gb": 1}}, "data")
-    with pytest.raises(InputError, match="do not fit together"):
-        parse(DataSettings, {"packs": "packs", "weights_until": [0.8]}, "data")

@@ -413,17 +413,6 @@ def test_a_recipe_and_a_token_file_are_opened(folder: Path, tmp_path: Path):
         api.open_packs(tmp_path / "missing")
 
 
-def test_a_recipe_with_phases_is_refused(tmp_path: Path):
-    recipe = tmp_path / "recipe.yaml"
-    sources = "[{source: a, weight: [1, 2]}, {source: b, weight: 1}]"
-    recipe.write_text(
-        "name: x\nmodel: {config: {model_type: llama}}\ntrain: {steps: 4}\n"
-        f"data: {{packs: new, tokenizer: t, weights_until: [0.5], sources: {sources}}}\n"
-    )
-    with pytest.raises(InputError, match="a recipe for each phase"):
-        api.open_packs(recipe)
-
-
 # ── parity ──
 
 

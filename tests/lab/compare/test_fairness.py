@@ -125,17 +125,6 @@ def test_only_runs_that_see_the_same_data_in_each_step_are_paired(tmp_path):
     assert "a rollback" in why_not_paired(first, rolled_back("branch", 3, 2, past=2))
 
 
-def test_mixtures_of_runs_of_other_lengths_change_at_other_steps(tmp_path: Path) -> None:
-    sources = "data.sources=[{name: a, weight: [1, 2]}, {name: b, weight: 1}]"
-    phases = ("data.weights_until=[0.5]", sources)
-    plain = trained(tmp_path / "plain", (4.0, 3.0), *phases)
-    longer = trained(tmp_path / "longer", (4.0, 3.0), *phases, "train.steps=99")
-    other = trained(tmp_path / "other", (4.0, 3.0), "data.weights_until=[0.2]", sources)
-    assert why_not_paired(plain, trained(tmp_path / "same", (4.0, 3.0), *phases)) is None
-    assert "`data.weights_until`) change at different steps" in why_not_paired(plain, longer)
-    assert "`data.weights_until`: [0.5] and [0.2]" in why_not_paired(plain, other)
-
-
 def test_held_out_losses_are_compared_only_on_the_same_packs(tmp_path):
     def evaluated_on(
         name: str, fingerprint: str, held_out: str, packs: int = 4, labels: int = 900

@@ -227,28 +227,6 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
         trainings.trial(["block", "bf16"])
 
 
-@pytest.mark.parametrize("end", [200, 0.97])
-def test_a_trial_has_all_phases_of_the_weights_of_sources(
-    end: float, small_recipe: dict[str, Any], small_packs: Path, tmp_path: Path
-) -> None:
-    """The phases end after the trial."""
-    (tmp_path / "mixed").mkdir()
-    for name in ("code", "prose"):
-        (tmp_path / "mixed" / name).symlink_to(small_packs)
-    small_recipe["data"] |= {
-        "packs": str(tmp_path / "mixed"),
-        "sources": [{"name": "code", "weight": [0.7, 0.2]}, {"name": "prose", "weight": 0.3}],
-        "weights_until": [end],
-    }
-    file = write_recipe(small_recipe | {"train": {"steps": 300}}, tmp_path)
-    trainings = WhichTrainings(
-        load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
-    )
-    assert trainings.trial(["fp32"]).baseline.recipe.data.weights_until == (2,)
-    plan = WhichPlan(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 250, 50)
-    assert trainings.rounds(plan, [42], ["bf16"]).baseline.recipe.data.weights_until == (end,)
-
-
 def test_a_plan_is_continued_if_only_the_settings_of_trials_are_new(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:

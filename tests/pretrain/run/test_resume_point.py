@@ -244,31 +244,6 @@ def test_longer_runs_repeat_the_precisions_of_past_steps(
     assert repeats_past(record_of(step), job_of(24, phases=phases)) is is_repeated
 
 
-@pytest.mark.parametrize(
-    ("step", "saved", "present", "is_changed"),
-    [
-        (6, [6], [9], False),
-        (7, [6], [9], True),  # Step 7 was in the second phase, and would be in the first.
-        (7, [6], [6], False),
-        (5, None, [6], False),
-        (5, [6], None, False),
-        (7, [3, 8], [3, 9], False),
-        (7, [3, 8], [4, 8], True),
-    ],
-)
-def test_only_phases_of_weights_before_the_checkpoint_must_stay(
-    step: int, saved: Any, present: Any, is_changed: bool
-) -> None:
-    record = record_of(step, **{"data.weights_until": saved})
-    changes = changes_since(record, job_of(**{"data.weights_until": present}))
-    assert ("data.weights_until" in changes) is is_changed
-    # After a rollback, the run has read more packs than its steps have.
-    record = record_of(step - 1, **{"data.weights_until": saved})
-    record["progress"]["place"] += 4
-    changes = changes_since(record, job_of(**{"data.weights_until": present}))
-    assert ("data.weights_until" in changes) is is_changed
-
-
 # ── Refuse ────────────────────────────────────────────────────────────────────────────────────────
 
 SEED_CHANGED = {"seed": (0, 1)}
