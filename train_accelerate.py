@@ -253,12 +253,7 @@ def build(
         distributed.refused_together(lambda: folder.go_back(state.step))
         checkpoints.abandon_newer(state.step)
     run.observers = startup.make_observers(run, profile)
-    run.graphs = MicrobatchGraphs(
-        assembly.shared_audit["cuda_graphs"],
-        run.report_graphs,
-        # For each weight, a step with `log.gap` may need an FP32 gradient and a BF16 copy.
-        later_bytes=6 * job.plan.flops.parameters if job.recipe.log.gap else 0,
-    )
+    run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if source:
         checkpointing.resume_precision(run, source)
     if source is None and accelerator.is_main_process:
@@ -377,7 +372,6 @@ def train_step(
             batches,
             run.accelerator,
             watch.first_microbatch(),
-            first_apart=watch.separates_first_microbatch,
             compute=compute_microbatch if watch.observes_passes else run.graphs.compute,
         )
     norm = adamw.gradient_norm(model.parameters())
@@ -396,7 +390,6 @@ def train_step(
         can_go_back=run.checkpoints.latest is not None,
         labelled=batches.valid_tokens > 0,
     )
-    decision = watch.judge(decision)
     figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
         with watch.update(learning_rate, state.step - state.skipped_steps, losses):

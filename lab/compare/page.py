@@ -35,9 +35,6 @@ WRITTEN_BY = "written by python -m pretrain"
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Titles of the two panels that compare the run's precision with BF16, for the same weights.
-LOSS_GAP = "low-precision loss minus BF16 loss"
-COSINE = "cosine of the gradient with the BF16 gradient"
 # Title of the panel with the loss difference between a run and the baseline at each step.
 AGAINST = "training loss minus the baseline's"
 # Map the title of each panel, from top to bottom, to a key in metrics.jsonl. The value of AGAINST
@@ -49,22 +46,19 @@ PANELS = {
     "gradient norm": "gradient_norm",
     "learning rate": "learning_rate",
     "frozen updates": "frozen_updates",
-    LOSS_GAP: "gap/loss",
-    COSINE: "gap/cosine",
 }
-# Titles of the vertical axes. A learning rate and a cosine have no unit.
+# Titles of the vertical axes. A learning rate has no unit.
 UNITS = {
     "training loss": "nats per token",
     "held-out loss": "nats per token",
     AGAINST: "nats per token",
     "gradient norm": "L2 norm, log scale",
     "frozen updates": "% of the parameters",
-    LOSS_GAP: "nats per token",
 }
 # Panels whose curves are smoothed.
 SMOOTHED = ("training loss", AGAINST, "gradient norm", "frozen updates")
 # Panels with values at only a few steps. Each value is drawn as a point.
-POINTS = ("held-out loss", LOSS_GAP, COSINE)
+POINTS = ("held-out loss",)
 # Keys, and prefixes of keys, that are not listed among the differences, because no two runs have
 # the same value.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")

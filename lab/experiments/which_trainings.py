@@ -39,10 +39,6 @@ DEFAULT_SETTINGS: Values = {
     "evaluate.samples": [],
     "checkpoint.at_end": False,
     "log.trackers": [],
-    "log.gap": None,
-    # Never let a candidate continue in BF16, because the steps in BF16 would make the loss of its
-    # precision look better than it is.
-    "health.on_gap": "warn",
     # The option --from replaces this setting.
     "train.begin_with": None,
 }

@@ -24,7 +24,7 @@ INDENT = "  "
 # Text between the figures of a step's line.
 SEPARATOR = "   "
 # Texts in the figures that are omitted if the line is wider than the terminal, the first one first.
-OMITTED_FIRST = ("data wait", "lr ", "iB", "MFU", "grad ", "gap to BF16")
+OMITTED_FIRST = ("data wait", "lr ", "iB", "MFU", "grad ")
 
 
 class Console:
@@ -154,8 +154,6 @@ class Console:
         yield f"loss {self._loss('loss')}"
         if "penalty" in record:
             yield f"penalty {self._loss('penalty')}"
-        if "gap/loss" in record:
-            yield f"gap to BF16 {record['gap/loss']:+.1e}, cosine {record['gap/cosine']:.4f}"
         yield f"lr {record['learning_rate']:.2e}"
         yield f"grad {record['gradient_norm']:>8.3g}"
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"

@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from foundation.errors import InputError
 from foundation.units import percent
@@ -45,9 +45,6 @@ _REACTIONS = [
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
-# Weight of the current step in the moving average of a gradient's position. The function
-# `distance_from_usual` explains this position.
-GAP_AVERAGE_WEIGHT = 0.25
 # The run warns if rounding loses more than this share of all updates.
 FROZEN_SHARE = 0.05
 # The run warns if more than this share of the experts is starved. A starved expert gets less than a
@@ -69,22 +66,6 @@ def some_of(names: Sequence[str]) -> str:
     """Return a text with the first three names and the number of the remaining names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def distance_from_usual(position: Sequence[float], usual: Sequence[float]) -> float:
-    """Return the distance between the position of a gradient and its usual position.
-
-    A position describes a gradient relative to the BF16 gradient (see `position` below). Return 0
-    if the gradient is not farther from the BF16 gradient than usual.
-
-    Args:
-        position: Two components of the gradient: the component along the BF16 gradient, and the
-            norm of the component orthogonal to the BF16 gradient. Both are divided by the norm of
-            the BF16 gradient, so the BF16 gradient itself has the position (1, 0).
-        usual: Moving average of the positions in earlier steps.
-    """
-    came_nearer = math.dist(position, (1, 0)) <= math.dist(usual, (1, 0))
-    return 0.0 if came_nearer else math.dist(position, usual)
 
 
 @dataclass(frozen=True)
@@ -118,9 +99,6 @@ class HealthState:
     consecutive_skips: int = 0
     # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
-    # Moving average of the position of each matrix's gradient (see `distance_from_usual`). The
-    # outer key is the name of the precision, and the inner key is the name of the matrix.
-    usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -180,59 +158,6 @@ class Health:
         if labelled:
             self.state.losses = [*self.state.losses[1 - WINDOW :], loss]
         return StepDecision(reason=f"step {step}: {spike}" if spike else None)
-
-    def judge_gap(
-        self, step: int, precision: str, positions: Mapping[str, Sequence[float]]
-    ) -> tuple[StepDecision, dict[str, Any]]:
-        """Decide how to continue after the backward of a step in low precision.
-
-        The gradients of the step are compared with BF16 gradients. If the gradient of a matrix is
-        farther than `health.gap_threshold` from its usual position relative to the BF16 gradient,
-        the setting `health.on_gap` determines the decision.
-
-        Args:
-            step: Number of the step.
-            precision: Name of the low precision.
-            positions: Map each matrix to the position of its gradient relative to the BF16 gradient
-                (see `distance_from_usual`).
-
-        Returns:
-            The decision, and a dict for the metrics. The dict has the name of the matrix whose
-            gradient is farthest from its usual position, and this distance. The dict is empty if no
-            matrix has a usual position yet.
-        """
-        usual = self.state.usual_gap.setdefault(precision, {})
-        moved = {
-            name: distance_from_usual(position, usual[name])
-            for name, position in positions.items()
-            if name in usual
-        }
-        worst = max(
-            moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default=""
-        )
-        figures = {"gap/moved": moved[worst], "gap/worst": worst} if moved else {}
-        if not moved or moved[worst] <= self.settings.gap_threshold:
-            for name, position in positions.items():
-                usual[name] = [
-                    old + GAP_AVERAGE_WEIGHT * (new - old)
-                    for old, new in zip(usual.get(name, position), position, strict=True)
-                ]
-            return StepDecision(), figures
-        along, across = positions[worst]
-        usual_along, usual_across = usual[worst]
-        reason = (
-            f"low precision changes the gradient of {worst} more than before. Relative to the norm "
-            f"of the BF16 gradient, the component along the BF16 gradient is {percent(along)} "
-            f"(usually {percent(usual_along)}), and the component orthogonal to the BF16 gradient "
-            f"is {percent(across)} (usually {percent(usual_across)})"
-        )
-        if self.settings.on_gap == "stop":
-            remedy = (
-                "Add this matrix to `fp8_config.keep_bf16`. Then either start a run in another "
-                "`run_dir`, or resume from a checkpoint with --accept-changes"
-            )
-            return StepDecision("stop", f"{reason}. {_unchanged(step - 1)}", remedy), figures
-        return StepDecision(reason=f"step {step}: {reason}"), figures
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """Decide how to continue after an update that wrote infinity or NaN into weights.

@@ -7,24 +7,19 @@ work of the step.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from foundation.units import GIB, TERA
 from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
-from pretrain.model.gradients import gradients_of, local_part
 
 
 @dataclass(kw_only=True)
@@ -131,45 +126,3 @@ def compiled_graphs() -> int:
     # imported elsewhere, no graph has been compiled.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
-def layer_of(name: str, layers: Collection[str]) -> str:
-    """Return the layer in `layers` that contains the parameter `name`.
-
-    If no layer contains the parameter, return the name of the module that owns the parameter.
-    """
-    module = name.rpartition(".")[0]
-    return next((layer for layer in layers if name.startswith(f"{layer}.")), module)
-
-
-@torch.no_grad()
-def gradient_statistics(
-    model: nn.Module, layers: Collection[str], accelerator: Accelerator
-) -> dict[str, float]:
-    """Return `grad_mean/<layer>` and `grad_std/<layer>` of the unclipped gradient.
-
-    All ranks must call this function. `layers` contains names of modules. All parameters inside one
-    of these modules are treated as one layer. For a parameter outside of these modules, the module
-    that owns the parameter is the layer. The values of a parameter's shard are summed in FP32.
-    These sums are added in FP64. The standard deviation is that of the population, not a sample
-    estimate.
-    """
-    # Map each layer to one tensor per parameter, with the sum, the sum of squares and the number of
-    # the gradient's values.
-    sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for name, gradient in gradients_of(model).items():
-        values = local_part(gradient)
-        total = values.sum(dtype=torch.float32).double()
-        norm = torch.linalg.vector_norm(values, dtype=torch.float32).double()
-        size = torch.full_like(total, values.numel())
-        sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
-    by_layer = torch.stack([torch.stack(parameters).sum(0) for parameters in sums.values()])
-    # A value that several ranks hold is added once per rank to the sum, the sum of squares and the
-    # number of values. This does not change means and standard deviations.
-    table = accelerator.reduce(by_layer, reduction="sum").tolist()
-    figures: dict[str, float] = {}
-    for layer, (total, squares, number) in zip(sums, table, strict=True):
-        mean = total / number
-        deviation = math.sqrt(max(squares / number - mean**2, 0.0))
-        figures |= {f"grad_mean/{layer}": mean, f"grad_std/{layer}": deviation}
-    return figures

@@ -92,9 +92,6 @@ class MicrobatchGraphs:
     status: str
     # Function that is called with each decision.
     report: Callable[[str], None]
-    # Bytes that an observer needs in later steps, and that no step before the first capture needs.
-    # With `auto`, they must stay free too.
-    later_bytes: int = 0
     # Map the key that `_captured_for` computes for a microbatch to the graph, the loss of the
     # graph, the buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
@@ -160,7 +157,7 @@ class MicrobatchGraphs:
         ranks differ, the least available memory and the largest activations decide.
         """
         free, total = torch.cuda.mem_get_info()
-        reserve = 0 if self.status == "on" else int(SPARE * total) + self.later_bytes
+        reserve = 0 if self.status == "on" else int(SPARE * total)
         available = -largest_over_ranks(accelerator, reserve - free)
         activations = largest_over_ranks(
             accelerator, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

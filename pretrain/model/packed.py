@@ -222,7 +222,6 @@ def forward_backward(
     accelerator: Accelerator,
     around_first: AbstractContextManager[Any] | None = None,
     *,
-    first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
     """Compute the gradients of a step, and return its mean loss as an FP32 scalar.
@@ -236,8 +235,6 @@ def forward_backward(
         accelerator: The run's Accelerator.
         around_first: Context manager that observes the first microbatch. Only this microbatch
             quantizes weights.
-        first_apart: True to exchange no gradients while `around_first` is entered, even if the step
-            has only one microbatch.
         compute: Function with the arguments and the result of `compute_microbatch`. It computes the
             microbatches, except those of FSDP2 that gather weights or reduce gradients.
     """
@@ -247,8 +244,6 @@ def forward_backward(
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
-    # The sums over ranks, as soon as a microbatch computes them.
-    sums = None
     for index, microbatch in enumerate(batches.microbatches):
         # In the first microbatch, weights are cast or quantized again.
         context.first_microbatch = index == 0
@@ -257,15 +252,13 @@ def forward_backward(
                 contexts.enter_context(around_first)
             if model.sharding and index < last:
                 contexts.enter_context(model.sharding.accumulating())
-            if index == last and not (first_apart and index == 0):
-                sums = rank_sums
             exchanges = model.sharding and index in (0, last)
             run = compute_microbatch if exchanges else compute
+            # Sum gradients over ranks as soon as the last microbatch computes them.
+            sums = rank_sums if index == last else None
             total += run(model, accelerator, microbatch, 1 / tokens, sums)
     # A forward between this step and the next one must cast or quantize the weights again.
     context.first_microbatch = True
-    if rank_sums and not sums:
-        rank_sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
 
 

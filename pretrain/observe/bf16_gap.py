@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +26,12 @@ from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.checkpoint.state import seed_step
-from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.recorder import layer_of
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.observe.observers import Observer, Step, is_due
+from pretrain.observe.observers import Observer, Step
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
-from pretrain.precision.model_precision import ModelPrecision
 from pretrain.settings.recipe import Recipe
 
 # The number of gradient values that are copied to FP32 and compared at once.
@@ -43,45 +39,32 @@ PIECE = 2**24
 
 
 class GapMeter(Observer):
-    """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
+    """Compare the first microbatch's loss and gradient with BF16 in every quantized step.
 
-    The health check judges the comparison (`Health.judge_gap`).
+    No rank may exchange gradients in the first microbatch.
     """
-
-    separates_first_microbatch = True
 
     def __init__(
         self,
         packed: PackedLanguageModel,
         optimizer: ExactAdamW,
-        precision: ModelPrecision,
-        health: Health,
         recipe: Recipe,
         accelerator: Accelerator,
     ) -> None:
         self._packed = packed
         self._optimizer = optimizer
-        self._precision = precision
-        self._health = health
         self._recipe = recipe
         self._accelerator = accelerator
-        # Map the name of each trained parameter to True if the parameter is a matrix.
-        self._is_matrix = {
-            name: parameter.dim() > 1
-            for name, parameter in packed.hf.named_parameters()
-            if parameter.requires_grad
-        }
+        # Names of the trained parameters.
+        self._names = [
+            name for name, parameter in packed.hf.named_parameters() if parameter.requires_grad
+        ]
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
-        # Map the name of each matrix to the position of its gradient relative to the BF16 gradient.
-        # Rounding moves the gradient away from the BF16 gradient. In a deep model in FP4 the
-        # distance is as large as the norm of the gradient, and this is not a fault. But the
-        # distance stays about the same in all measurements as long as training is stable.
-        self.positions: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
-        """Return True in every `log.gap`-th step, unless the step computes without quantization."""
-        return step.is_quantized and is_due(step.number, self._recipe.log.gap)
+        """Return True unless the step computes without quantization."""
+        return step.is_quantized
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
@@ -126,21 +109,6 @@ class GapMeter(Observer):
         self._in_bf16.clear()
         self._chosen_in_bf16.clear()
 
-    def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return the decision of the health check about the gap.
-
-        If `decision` is not to update the weights, the gap is not judged and `decision` is
-        returned. Otherwise the returned decision also has the reason of `decision`.
-        """
-        if not decision.proceed:
-            return decision
-        judged, figures = self._health.judge_gap(
-            step.number, self._precision.current.name, self.positions
-        )
-        self._figures |= figures
-        reasons = [reason for reason in (decision.reason, judged.reason) if reason]
-        return replace(judged, reason="; ".join(reasons) or None)
-
     def metrics(self, step: Step) -> dict[str, Any]:
         """Return the step's figures.
 
@@ -149,7 +117,6 @@ class GapMeter(Observer):
             ratio of their norms. Keys that end in /LAYER have the figures of one layer.
         gap/routing: in a mixture of experts, the share of the experts chosen in low precision that
             BF16 did not choose for the same token.
-        gap/moved, gap/worst: figures of the health check, see `Health.judge_gap`.
         """
         return self._figures
 
@@ -191,19 +158,14 @@ class GapMeter(Observer):
         """
         # Use zeros for a parameter without a gradient.
         zeros = torch.zeros_like(self._losses)
-        rows = [self._dots_and_norms.get(name, zeros) for name in self._is_matrix]
+        rows = [self._dots_and_norms.get(name, zeros) for name in self._names]
         *values, low, bf16, labels, differing, choices = self._accelerator.reduce(
             torch.cat([*rows, self._losses, self._choices]), reduction="sum"
         ).tolist()
-        by_name = dict(zip(self._is_matrix, np.array(values).reshape(-1, 3), strict=True))
-        self.positions = {
-            name: _position(dot, low_squared, bf16_squared)
-            for name, (dot, low_squared, bf16_squared) in by_name.items()
-            if self._is_matrix[name] and bf16_squared
-        }
+        by_name = dict(zip(self._names, np.array(values).reshape(-1, 3), strict=True))
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
         for name, row in by_name.items():
-            layers[layer_of(name, self._layers)] += row
+            layers[_layer_of(name, self._layers)] += row
         self._figures = {"gap/loss": (low - bf16) / max(labels, 1)}
         self._figures |= {"gap/routing": differing / choices} if choices else {}
         self._figures |= _similarity("", sum(by_name.values()))
@@ -241,11 +203,10 @@ def _dot_and_norms(low: Tensor, in_bf16: Tensor) -> Tensor:
     return total
 
 
-def _position(dot: float, low_squared: float, bf16_squared: float) -> tuple[float, float]:
-    """Return the position of a low-precision gradient relative to the BF16 gradient.
+def _layer_of(name: str, layers: Collection[str]) -> str:
+    """Return the layer in `layers` that contains the parameter `name`.
 
-    The arguments are the three values that `_dot_and_norms` returns. `distance_from_usual` in
-    pretrain/metrics/health.py defines the two values of a position.
+    If no layer contains the parameter, return the name of the module that owns the parameter.
     """
-    along = dot / bf16_squared
-    return along, math.sqrt(max(low_squared / bf16_squared - along**2, 0.0))
+    module = name.rpartition(".")[0]
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), module)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from packing.batch import StepBatches
-from pretrain.metrics.health import StepDecision
 from pretrain.precision.model_precision import ModelPrecision
 
 
@@ -47,9 +46,6 @@ class Observer:
     may communicate between ranks, so all ranks must call these hooks.
     """
 
-    # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
-    # exchange gradients only after `first_microbatch` has ended.
-    separates_first_microbatch = False
     # True if hooks run between the kernels of a microbatch, which a CUDA graph does not allow.
     observes_passes = True
 
@@ -82,15 +78,6 @@ class Observer:
         weights.
         """
         yield
-
-    def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return `decision`, or a new decision that replaces it.
-
-        A decision determines whether the step updates the weights.
-
-        The gradients of the step are complete when this hook is called.
-        """
-        return decision
 
     def metrics(self, step: Step) -> dict[str, Any]:
         """Return figures for the step's line in metrics.jsonl.
@@ -139,11 +126,6 @@ class StepWatch:
     observers: Sequence[Observer]
 
     @property
-    def separates_first_microbatch(self) -> bool:
-        """Return whether a due observer sets `Observer.separates_first_microbatch`."""
-        return any(observer.separates_first_microbatch for observer in self.observers)
-
-    @property
     def observes_passes(self) -> bool:
         """Return whether a due observer sets `Observer.observes_passes`."""
         return any(observer.observes_passes for observer in self.observers)
@@ -155,12 +137,6 @@ class StepWatch:
     def first_microbatch(self) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.first_microbatch` of each due observer."""
         return _all_of(observer.first_microbatch(self.step) for observer in self.observers)
-
-    def judge(self, decision: StepDecision) -> StepDecision:
-        """Pass the health check's decision through `Observer.judge` of each due observer."""
-        for observer in self.observers:
-            decision = observer.judge(self.step, decision)
-        return decision
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of all due observers in one dict."""

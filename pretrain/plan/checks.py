@@ -82,14 +82,11 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
             check_fit(ActivePrecision(name, precision, "emulation"), recipe)
 
 
-def check_settings(
-    recipe: Recipe, precision: str, world_size: int | None, replicas: int = 1
-) -> None:
+def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
     """Check the recipe for contradictions between its sections.
 
     precision: name of the precision of the first phase.
     world_size: number of devices, or None if the number is not known.
-    replicas: number of sharded copies of the model. It is larger than 1 with HSDP.
     """
     data = recipe.data
     batch = recipe.batch
@@ -121,17 +118,6 @@ def check_settings(
         "`loss.kind: cce` does not return its logits, computes them in BF16, and sums gradients in "
         "no fixed order, so it does not support `loss.penalty`, `deterministic: true` and "
         "`fp8_config.scope: linear+head`; set `loss.kind: chunked`",
-    )
-    _require(
-        recipe.log.gap or recipe.health.on_gap == "warn",
-        f"`health.on_gap: {recipe.health.on_gap}` needs the measurements of `log.gap`; set "
-        "`log.gap` too, for example to 100",
-    )
-    _require(
-        not (recipe.log.gap and replicas > 1),
-        f"`log.gap: {recipe.log.gap}` cannot separate the gradients of a microbatch from the "
-        "gradients of the step if there are several sharded copies of the model (HSDP); either "
-        "remove `log.gap`, or shard one copy over all devices",
     )
     # With `train.epochs`, the number of steps depends on the number of packs, which is not known.
     if recipe.train.epochs is None:

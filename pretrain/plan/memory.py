@@ -190,13 +190,10 @@ def step_memory(
     gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
     gathered -= head * frees_head
     gradients = values * BYTES[recipe.gradients_kept_in]
-    gap_gradients = 4 * sums if devices.gathered else gradients
     parts = {
         "parameters": values * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number * gathered,
         "gradients": gradients + 4 * sums,
-        "gradients in BF16 for log.gap": gap_gradients
-        * bool(recipe.log.gap and precision.quantized),
         **optimizer_state(recipe, flops, devices, on_host=False),
         "BF16 working copies": _working_copies(layers) * has_copies,
         "quantized weights": sum(layer.quantized_weights for layer in layers)

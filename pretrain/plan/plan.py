@@ -30,7 +30,7 @@ from pretrain.plan.memory import (
     step_memory,
 )
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.settings import PRECISIONS, UNQUANTIZED, ActivePrecision, configured
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
@@ -82,16 +82,8 @@ class Plan:
 
     @property
     def precisions(self) -> list[ActivePrecision]:
-        """Return all precisions of the run.
-
-        With `log.gap`, the result includes an unquantized precision, the reference of the gap.
-        """
-        precisions = self.schedule.precisions
-        if self.recipe.log.gap and all(active.precision.quantized for active in precisions):
-            name = UNQUANTIZED[precisions[0].precision.compute_dtype].name
-            unquantized = configured(name, self.recipe.fp8_config)
-            precisions.append(ActivePrecision(name, unquantized, "torch"))
-        return precisions
+        """Return all precisions of the run."""
+        return self.schedule.precisions
 
     @property
     def emulated(self) -> bool:
@@ -271,8 +263,6 @@ class Plan:
             f"{units.memory(available)}; {settings_that_fit(self)}": needed > available,
             "`weights: bf16` loses the smallest updates of the weights; set `weights: bf16_exact` "
             "to keep all of them": recipe.weights == "bf16",
-            f"`log.gap: {recipe.log.gap}` measures nothing, because no step computes in low "
-            "precision; remove it": recipe.log.gap and not self.schedule.quantizes,
             f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} packs "
             "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank

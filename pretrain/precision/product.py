@@ -102,8 +102,7 @@ class PrecisionContext:
     first_microbatch: bool = True
     # The probes that observe the products. Empty in most steps.
     probes: tuple[Probe, ...] = ()
-    # False while the parity check or the measurement of `log.gap` runs the model without
-    # quantization.
+    # False while the parity check or the gap to BF16 runs the model without quantization.
     quantizing: bool = True
     # The engines of all precisions of the run.
     engines: Sequence[GemmEngine] = ()

@@ -185,7 +185,6 @@ def prepare_job(
         overrides,
         missing_on(accelerator.device.type),
         accelerator.num_processes,
-        replicas_of(accelerator),
     )
     open_packs = partial(opener, recipe.data, is_main_process=accelerator.is_main_process)
     # Open packs that exist before the model is checked, because they may record their tokenizer.
@@ -249,7 +248,6 @@ def check_recipe(
     overrides: Sequence[str],
     missing: Missing,
     processes: int | None = None,
-    replicas: int = 1,
 ) -> CheckedRecipe:
     """Check what needs neither the model nor the packs: the settings, files and precisions.
 
@@ -257,7 +255,6 @@ def check_recipe(
 
     missing: function that checks a precision against the devices that will train.
     processes: the number of processes that will train, or None if it is not known.
-    replicas: the number of sharded copies of the model. It is larger than 1 with HSDP.
     """
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
@@ -271,7 +268,7 @@ def check_recipe(
         for until, name in phases_of(recipe.precision)
     ]
     _, first = phases[0]
-    check_settings(fitted, first.precision.name, processes, replicas)
+    check_settings(fitted, first.precision.name, processes)
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.

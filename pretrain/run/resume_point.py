@@ -69,7 +69,9 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = self.record["health"]
+        saved = dict(self.record["health"])
+        # Checkpoints of runs that measured `log.gap` have this key.
+        saved.pop("usual_gap", None)
         if self.is_branch:
             return HealthState(losses=saved["losses"])
         with as_input_error(

@@ -18,14 +18,11 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
-from pretrain.metrics.recorder import gradient_statistics
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
-from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.routing import Routing
 from pretrain.observe.audit import ProductAudit
-from pretrain.observe.bf16_gap import GapMeter
 from pretrain.observe.observers import Observer, Observers, PeriodicFigures
 from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.profile import StepProfile
@@ -63,17 +60,9 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
     accelerator = run.accelerator
     every = recipe.log.fp8_statistics
     observers: list[Observer] = [profile] if profile else []
-    if recipe.log.gap:
-        # The GapMeter must come before the observers below. Otherwise they would also observe the
-        # additional pass of the GapMeter in BF16.
-        observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
-        PeriodicFigures(
-            recipe.log.gradient_statistics,
-            partial(gradient_statistics, model.hf, decoder_layers(model.hf), accelerator),
-        ),
     ]
     if model.routing.routers:
         observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))

@@ -413,6 +413,8 @@ class CheckpointSettings(Settings):
 
 
 class LogSettings(Settings):
+    REMOVED: ClassVar = {"gap": None, "gradient_statistics": None}
+
     every: PositiveCount = 1
     """Number of steps between two console lines.
 
@@ -428,27 +430,16 @@ class LogSettings(Settings):
     project: str = "pretrain"
     """Name of the project in hosted trackers. In MLflow it is the name of the experiment."""
 
-    gradient_statistics: PositiveCount | None = None
-    """Steps between two logs of the mean and the standard deviation of each layer's gradient.
-
-    null: never log them.
-    """
-
     fp8_statistics: PositiveCount | None = 100
     """Steps between two logs of statistics of the quantization and of the experts' load.
 
     null: never log them.
     """
 
-    gap: PositiveCount | None = None
-    """Steps between two measurements of the gap to BF16.
-
-    A measurement compares loss and gradients of one microbatch in low precision and in BF16.
-    null: never measure the gap.
-    """
-
 
 class HealthSettings(Settings):
+    REMOVED: ClassVar = {"gap_threshold": 0.25, "on_gap": "warn"}
+
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a loss or a gradient norm that is not finite.
 
@@ -466,20 +457,6 @@ class HealthSettings(Settings):
     ignore: do nothing.
     warn: print a warning.
     stop, skip and rollback: as for `on_nan`.
-    """
-
-    on_gap: Literal["warn", "stop"] = "warn"
-    """Reaction if low precision changes a gradient more than at earlier measurements of `log.gap`.
-
-    warn: print a warning.
-    stop: stop the training before the update.
-    """
-
-    gap_threshold: float = Field(default=0.25, gt=0)
-    """Change of a gradient above which `on_gap` reacts.
-
-    It is the distance by which a matrix's gradient has moved away from its BF16 gradient since
-    earlier measurements, divided by the norm of the BF16 gradient, and is logged as `gap/moved`.
     """
 
 

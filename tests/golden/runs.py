@@ -50,8 +50,6 @@ def low(precision: str, *more: str) -> GoldenRun:
 
 
 STATISTICS = "log.fp8_statistics=3"
-# The expected results were written without a gap meter.
-METER = "log.gap=3"
 
 
 RUNS = {
@@ -62,16 +60,16 @@ RUNS = {
     "bf16_exact": GoldenRun((*EXACT, "model.fused=off", "optimizer.clip=0.2")),
     "bf16_exact_fused": GoldenRun((*EXACT, *FUSED)),
     "delayed": low("delayed", "fp8_config.amax_history_len=4", STATISTICS),
-    "delayed_head": low("delayed", "fp8_config.scope=linear+head", METER),
+    "delayed_head": low("delayed", "fp8_config.scope=linear+head"),
     "delayed_checkpointing": low(
-        "delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full", METER
+        "delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full"
     ),
     "bf16_checkpointing_fused": GoldenRun((*EXACT, *FUSED, "model.gradient_checkpointing=full")),
     "current": low("current"),
     "block": low("block"),
     "mxfp8_head": low("mxfp8", "fp8_config.scope=linear+head"),
     "nvfp4": low("nvfp4", "fp8_config.keep_bf16_layers.last=0", STATISTICS),
-    "mxfp4": low("mxfp4", METER),
+    "mxfp4": low("mxfp4"),
     "penalty": GoldenRun((*IN_FP32, "loss.penalty=neg_entropy", "loss.penalty_weight=0.5")),
     "chat": GoldenRun(IN_FP32, data="chat"),
     "mixture": GoldenRun(IN_FP32, data="mixture"),
@@ -89,7 +87,7 @@ RUNS = {
     "skip": GoldenRun((*low("delayed").settings, "health.on_nan=skip"), poisoned=True),
     "rollback": GoldenRun((*IN_FP32, "health.on_nan=rollback"), poisoned=True),
     "ddp": GoldenRun((*EXACT,), launch="ddp"),
-    "zero_delayed": GoldenRun(low("delayed", METER).settings, launch="zero"),
+    "zero_delayed": GoldenRun(low("delayed").settings, launch="zero"),
     "fsdp2": GoldenRun(IN_FP32, launch="fsdp2"),
     "hsdp": GoldenRun((*EXACT, *FUSED, "train.steps=4"), launch="hsdp", processes=4),
     "muon": GoldenRun((*EXACT, *MUON, "optimizer.clip=0.2")),

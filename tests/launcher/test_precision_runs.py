@@ -109,14 +109,12 @@ def test_a_mixture_trains_resumes_bit_for_bit_and_is_exported(
         key: value for key, value in small_recipe["model"]["config"].items() if key != "head_dim"
     }
     small_recipe["model"] = {"config": config | EXPERTS, "gradient_checkpointing": "full"}
-    options = ("precision=delayed", "log.gap=2", "log.fp8_statistics=2")
+    options = ("precision=delayed", "log.fp8_statistics=2")
     run = started("run", *options)
     first, *_, fourth, last = run.steps()
     assert last["loss"] < first["loss"]
     assert last["router_loss"] > 0
     assert max(map(max, fourth["expert_loads"])) == round(fourth["expert_load"], 3) >= 1
-    assert 0 < fourth["gap/routing"] < 0.2
-    assert "gap/routing" not in first
     assert "computes each linear layer separately" in run.audit()["fused"]
     resumed = started("resumed", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000002")
     assert saved(resumed.run_dir, 5) == saved(run.run_dir, 5)

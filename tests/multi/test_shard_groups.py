@@ -114,7 +114,7 @@ def train(accelerator: Accelerator, options: dict[str, Any]) -> tuple[list[Tenso
     resident: list[int] = []
     for _ in range(2):
         with run.packed.sharding.accumulating():
-            # As `log.gap` does.
+            # As a measurement of the gap to BF16 does.
             with overridden(run.packed.context, quantizing=False):
                 accelerator.backward(run.model(**inputs[0]))
             seen += gradients(run)

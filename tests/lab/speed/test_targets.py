@@ -116,7 +116,7 @@ def with_settings(changes: dict[str, Any], settings: Sequence[str]) -> dict[str,
         ("RTX 5090", "bf16", {"batch": {"tokens": 2**17, "microbatch": 1}}),
         ("RTX 4090", "delayed", {"batch": {"tokens": 2**17}}),
         ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 32}}),
-        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 1}, "log": {"gap": 5}}),
+        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 1}}),
         ("RTX A6000", "bf16", {"optimizer": {"name": "muon"}, "weights": "bf16"}),
         ("8xB200", "mxfp8", {"batch": {"tokens": 2**21, "microbatch": 64}, "topology": "ddp"}),
         ("4xRTX 3090", "bf16", {"topology": "ddp"}),
@@ -156,15 +156,6 @@ def test_a_microbatch_fits_the_memory_of_the_device(
     plan = plan_on(target, **changes)
     assert plan.takes(1) <= plan.takes(plan.expected_microbatch) <= 0.92 * gib * 2**30
     assert plan.expected_microbatch < plan.packs_per_rank
-
-
-def test_an_unsharded_device_keeps_gradients_for_the_gap(plan_on: Callable) -> None:
-    """They take 2 bytes per parameter, like the gradient sums."""
-    plan = plan_on("NVIDIA H200", "delayed", log={"gap": 10})
-    assert (
-        not plan.devices.sharded
-        and plan.memory(1)["gradients in BF16 for log.gap"] == plan.memory(1)["gradients"]
-    )
 
 
 def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:

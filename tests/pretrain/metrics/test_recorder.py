@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.metrics.recorder import Recorder, gradient_statistics
+from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_record import summary
 from tests.pretrain.plan.plan_recipe import flops_of, on_meta
 
@@ -131,47 +128,3 @@ def test_medians_exclude_the_first_two_steps_and_totals_include_them():
         result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
     )
     assert "mfu_bf16_peak" not in result
-
-
-# Gradients
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_statistics_are_those_of_all_values_of_a_layer(dtype: torch.dtype, ranks: int) -> None:
-    model = nn.Module()
-    model.embed = nn.Embedding(7, 4)
-    model.norm = nn.LayerNorm(4)
-    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(12))
-    generator = torch.Generator().manual_seed(3)
-    for number, parameter in enumerate(model.to(dtype).parameters()):
-        parameter.grad = (
-            torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01
-        ).to(dtype)
-    layers = [f"layers.{number}" for number in range(12)]
-    # All ranks have the same gradient.
-    accelerator = SimpleNamespace(reduce=lambda table, reduction: table * ranks)
-    result = gradient_statistics(model, layers, accelerator)
-    for layer in [*layers, "embed", "norm"]:
-        values = np.concatenate(
-            [p.grad.double().numpy().ravel() for p in model.get_submodule(layer).parameters()]
-        )
-        tolerance = 1e-7 * np.abs(values).max()
-        expected_mean = pytest.approx(values.mean(), rel=1e-5, abs=tolerance)
-        assert result[f"grad_mean/{layer}"] == expected_mean
-        assert result[f"grad_std/{layer}"] == pytest.approx(values.std(), rel=1e-5)
-    assert len(result) == 2 * 14
-
-
-def test_shards_of_a_gradient_are_summed_over_ranks() -> None:
-    """This rank has half of a parameter. The sums of the other half come from the reduction."""
-    model = nn.Linear(6, 8, bias=False)
-    model.weight.grad = torch.arange(48.0).view(8, 6)
-    remote = torch.arange(48.0, 96.0)
-    remote_sums = torch.tensor([[remote.sum(), remote.square().sum(), 48.0]], dtype=torch.float64)
-    accelerator = SimpleNamespace(reduce=lambda table, reduction: table + remote_sums)
-    values = np.arange(96.0)
-    assert gradient_statistics(model, [], accelerator) == {
-        "grad_mean/": pytest.approx(values.mean()),
-        "grad_std/": pytest.approx(values.std()),
-    }

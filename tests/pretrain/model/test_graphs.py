@@ -95,11 +95,10 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MicrobatchGrap
         record: Callable[..., Any] = record,
         *,
         free: int = 80 * GIB,
-        later_bytes: int = 0,
     ) -> MicrobatchGraphs:
         monkeypatch.setattr(graphs_module, "capture", record)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
-        return MicrobatchGraphs(status, report, later_bytes)
+        return MicrobatchGraphs(status, report)
 
     return make
 
@@ -177,7 +176,7 @@ def test_captured_weights_stay_at_their_addresses_after_a_reset(
     addresses = [product.plain.weight.data_ptr() for product in packed.fused.products]
     packed.context.go_back(packed.context.copied_state())
     for product in packed.fused.products:
-        product.plain.forget()  # as after a measurement of the gap to BF16
+        product.plain.forget()
     with torch.no_grad():
         packed.fused.products[0].weights[0].fill_(0.5)
     forward_backward(packed, batches_of([3], 1), accelerator)  # as in an observed step
@@ -211,18 +210,16 @@ def test_dropped_graphs_and_weights_are_made_again(
 
 
 @pytest.mark.parametrize(
-    ("spare", "later_bytes", "expected"),
+    ("spare", "expected"),
     [
-        (4.5, 0, "on: 4.5 GiB are available, and the activations of a second microbatch take 4.0"),
-        (3.5, 0, "off: 3.5 GiB are available, and the activations of a second microbatch take 4.0"),
-        (4.5, GIB, "off: 3.5 GiB are available"),
-        (-2.0, 0, "off: 0 MiB are available"),
+        (4.5, "on: 4.5 GiB are available, and the activations of a second microbatch take 4.0"),
+        (3.5, "off: 3.5 GiB are available, and the activations of a second microbatch take 4.0"),
+        (-2.0, "off: 0 MiB are available"),
     ],
 )
 def test_auto_uses_graphs_if_memory_stays_free(
     make_graphs: Callable[..., MicrobatchGraphs],
     spare: float,
-    later_bytes: int,
     expected: str,
     accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
@@ -232,7 +229,7 @@ def test_auto_uses_graphs_if_memory_stays_free(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * GIB)
     free = int((spare + 80 * SPARE) * GIB)
     reports: list[str] = []
-    graphs = make_graphs("auto", reports.append, free=free, later_bytes=later_bytes)
+    graphs = make_graphs("auto", reports.append, free=free)
     packed = assemble("gpt2")
     for seed in range(2):
         forward_backward(packed, batches_of([3], seed), accelerator, compute=graphs.compute)
@@ -302,15 +299,12 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps with gradient statistics have graphs too."""
-
     def figures(name: str) -> list[dict[str, Any]]:
         finished = train_here(
             f"run_dir={tmp_path / name}",
             "precision=bf16",
             "model.fused=on",
             "model.attention=sdpa",
-            "log.gradient_statistics=1",
             "loss.penalty=neg_entropy",
             "loss.penalty_weight=0.1",
         )
@@ -330,7 +324,7 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
         graphs.append(graph)
         return graph, loss
 
-    def make(_: str, report: Callable[[str], None], *, later_bytes: int) -> MicrobatchGraphs:
+    def make(_: str, report: Callable[[str], None]) -> MicrobatchGraphs:
         return make_graphs("on", report, record_and_keep)
 
     monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)

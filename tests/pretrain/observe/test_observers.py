@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing.batch import StepBatches
-from pretrain.metrics.health import StepDecision
 from pretrain.observe.observers import Observer, Observers, Step, StepWatch, is_due
 from pretrain.precision.schedule import PrecisionSchedule
 from tests.pretrain.conftest import active_in
 
 BATCHES = StepBatches([], 0, 0, 0)
-UPDATE = StepDecision()
 
 
 class Recorder(Observer):
@@ -45,9 +43,6 @@ class Recorder(Observer):
 
     def first_microbatch(self, step):
         return self.enclosing("first microbatch")
-
-    def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        return StepDecision(decision.action, f"{decision.reason or ''}{self.name}")
 
     def metrics(self, step: Step) -> dict[str, int]:
         return {self.name: step.number}
@@ -114,7 +109,6 @@ def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
     with observers.step(3) as watch:
         with watch.passes(BATCHES, 0), watch.first_microbatch():
             pass
-        assert watch.judge(UPDATE).reason == "ab"
         assert watch.metrics() == {"a": 3, "b": 3}
         with watch.update(0.1, 2, {}):
             pass
@@ -138,8 +132,7 @@ def test_a_step_without_observers_is_unchanged() -> None:
         pass
     with watch.update(0.1, 2, {}):
         pass
-    assert watch.judge(UPDATE) is UPDATE and watch.metrics() == {}
-    assert not watch.separates_first_microbatch
+    assert watch.metrics() == {}
 
 
 def test_an_error_in_an_observer_exits_the_outer_observers() -> None:

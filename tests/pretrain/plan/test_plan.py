@@ -17,7 +17,6 @@ from lab.speed.speed import predict
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
-from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.job import check_host_memory, cuda_graphs, use_one_thread
@@ -194,7 +193,6 @@ def test_a_host_needs_memory_for_the_state_of_all_its_processes(
     ("changes", "warning"),
     [
         ({}, None),
-        ({"log": {"gap": 100}}, "`log.gap: 100` measures nothing"),
         ({"batch": {"tokens": 131_072, "microbatch": 33}}, "`batch.microbatch: 33`"),
     ],
 )
@@ -203,20 +201,6 @@ def test_settings_without_effect_cause_a_warning(
 ) -> None:
     warnings = plan(qwen3, recipe(**changes), packs=22_206).warnings
     assert len(warnings) == bool(warning) and (warning or "") in "".join(warnings)
-
-
-def test_the_reference_precision_of_the_gap_is_listed_once(qwen3: PreTrainedModel) -> None:
-    with_gap = recipe(log={"gap": 100})
-    low = active_in("nvfp4", "emulation")
-    bf16 = active_in("bf16", "torch")
-
-    def listed(schedule: PrecisionSchedule) -> list[str]:
-        planned = plan(qwen3, with_gap, schedule=schedule)
-        return [active.precision.name for active in planned.precisions]
-
-    assert listed(schedule_of(with_gap, low)) == ["nvfp4", "bf16"]
-    assert listed(schedule_of(with_gap, low, (None, bf16), until=0.5)) == ["nvfp4", "bf16"]
-    assert listed(schedule_of(with_gap, bf16)) == ["bf16"]
 
 
 @pytest.mark.parametrize(

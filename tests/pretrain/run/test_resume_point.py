@@ -411,6 +411,8 @@ def test_a_moved_horizon_is_noted() -> None:
 def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
     point = checkpoint_at(4)
     assert point.health.rollbacks == 1
+    point.record["health"]["usual_gap"] = {}  # the key of an earlier version
+    assert point.health.rollbacks == 1
     point.record["health"]["switched_after"] = 3
     with pytest.raises(InputError, match=r"saved by an earlier version.*begin_with"):
         _ = point.health

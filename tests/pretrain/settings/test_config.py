@@ -50,6 +50,18 @@ def test_overrides_precede_the_file_and_the_file_precedes_defaults(tmp_path: Pat
     )
 
 
+def test_the_config_of_an_earlier_run_may_have_keys_that_recipes_no_longer_have(
+    tmp_path: Path,
+) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST))
+    config = resolved(recipe)
+    config["log"] |= {"gap": None, "gradient_statistics": None}
+    config["health"] |= {"on_gap": "warn", "gap_threshold": 0.25}
+    assert load_recipe(write(tmp_path, config)) == recipe
+    with pytest.raises(InputError, match=r"`log\.gap`: unknown key"):
+        load_recipe(write(tmp_path, SMALLEST | {"log": {"gap": 100}}))
+
+
 def kinds_in(schema: object) -> set[str]:
     """Return all types in a JSON schema."""
     if isinstance(schema, list):
