@@ -226,7 +226,7 @@ def _tokenize_window(maker: PackMaker, offset: Offset) -> Tokens:
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), offset)]
     counts = Counts()
-    for result in maker.tokenize(maker.source.chunks(offset, chunk_bytes)):
+    for result in maker.tokenize(offset, chunk_bytes):
         results.append(result)
         counts += result.counts
         if counts.tokens >= window:

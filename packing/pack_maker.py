@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import sys
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from foundation.errors import InputError, as_input_error
+from foundation.errors import as_input_error
 from packing.arrow import FIRST, MANIFEST, Split, read_manifest, write_packs
-from packing.chunks import Chunk, Tokens, tokenize
+from packing.chunks import Offset, Tokens
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
 from packing.sources import open_source, reading_settings
-from packing.tokenizer import TextTokenizer, load_tokenizer
-
-SPAWN = multiprocessing.get_context("spawn")
-# Number of chunks in the queue for each worker.
-_CHUNKS_AHEAD = 3
+from packing.tokenizer import load_tokenizer
+from packing.workers import Workers
 
 
 def usable_cores(shared_by: int = 1) -> int:
@@ -60,15 +49,14 @@ def _default_packing(reading: DataSettings) -> str:
     return "best_fit" if reading.messages else "truncate"
 
 
-class PackMaker(AbstractContextManager):
+class PackMaker(ExitStack):
     """Make the packs of one source.
 
-    Worker processes tokenise the documents. The workers end with the caller's `with` statement,
-    or with this process. The workers are spawned and not forked, because a fork would copy
-    everything that the caller has loaded (torch, a CUDA context, threads).
+    Worker processes tokenise the documents. They end with the caller's `with` statement.
     """
 
     def __init__(self, settings: DataSettings, processes: int) -> None:
+        super().__init__()
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.source = open_source(settings, Records((), ()))
@@ -79,23 +67,7 @@ class PackMaker(AbstractContextManager):
         self.reading = reading.model_copy(update=packing)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
-        # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
-        # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
-        # Also isolate multiprocessing's resource tracker, a process that the pool starts.
-        with (
-            as_input_error((OSError,), "tokenizer processes cannot be started (see /dev/shm)"),
-            _isolated_children(),
-        ):
-            self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
-
-    def __exit__(self, *exception: object) -> None:
-        # Close the queue, so that `shutdown` does not wait for a result that is only partly sent.
-        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # in CPython
-        # Kill the workers, because their results are not needed. From Python 3.14 on, the pool has
-        # a method `kill_workers` for this.
-        for worker in list((self._pool._processes or {}).values()):
-            worker.kill()
-        self._pool.shutdown(cancel_futures=True)
+        self._workers = self.enter_context(Workers(self.reading, processes))
 
     def key(self) -> dict[str, Any]:
         """Return all values that determine the tokens of this source.
@@ -111,26 +83,12 @@ class PackMaker(AbstractContextManager):
             "records": sha256(repr(self.records).encode()).hexdigest(),
         }
 
-    def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
-        """Yield the tokens of each chunk, in the order of `chunks`.
+    def tokenize(self, offset: Offset, chunk_bytes: int | None = None) -> Iterator[Tokens]:
+        """Yield the tokens of the source from `offset` on, chunk by chunk.
 
         Raises InputError if a record is malformed and not skipped, or if a worker dies.
         """
-        results: deque[Future[Tokens]] = deque()
-        try:
-            for chunk in chunks:
-                with _isolated_children():
-                    results.append(self._pool.submit(_tokenize, chunk))
-                if len(results) >= _CHUNKS_AHEAD * self.processes:
-                    yield results.popleft().result()
-            while results:
-                yield results.popleft().result()
-        except BrokenProcessPool:
-            raise InputError(
-                f"a tokenizer process died while it read {chunk.where}, or text shortly before it. "
-                "If the memory was full, run the same command with fewer cores (taskset). Finished "
-                "work is kept"
-            ) from None
+        return self._workers.tokenize(self.source.chunks(offset, chunk_bytes))
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
@@ -173,49 +131,3 @@ class PackMaker(AbstractContextManager):
                 tokenizer=self.tokenizer.describe(),
                 texts=texts,
             )
-
-
-# ── Worker processes ──────────────────────────────────────────────────────────────────────────────
-
-# Arguments of `tokenize` in a worker process. `_start_worker` sets them.
-_task: tuple[TextTokenizer, Records, DataSettings]
-
-
-@contextmanager
-def _isolated_children() -> Iterator[None]:
-    """Context manager that isolates processes that start in the caller's `with` statement.
-
-    These processes import neither the caller's script (the training script would import torch) nor
-    modules of the current folder. The processes ignore Ctrl-C. The caller receives Ctrl-C too, and
-    ends the processes.
-    """
-    main = sys.modules["__main__"]
-    previous_safe_path = os.environ.get("PYTHONSAFEPATH", "")
-    sys.modules["__main__"] = ModuleType("__main__")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    # Block Ctrl-C in child processes, which inherit the signal mask.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        sys.modules["__main__"] = main
-        # An empty value is the same as no value.
-        os.environ["PYTHONSAFEPATH"] = previous_safe_path
-
-
-def _start_worker(settings: DataSettings) -> None:
-    """Prepare a worker process. A thread ends the process when its parent ends."""
-    global _task
-    parent: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    # Tokenise in one thread. More threads of one worker would compete with the other workers.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(str(settings.tokenizer))
-    # Remove the post-processor, which would add special tokens and exclude blanks from offsets.
-    tokenizer.tokenizer.post_processor = None
-    _task = tokenizer, records_of(settings, tokenizer), settings
-
-
-def _tokenize(chunk: Chunk) -> Tokens:
-    return tokenize(chunk, *_task)

@@ -234,7 +234,7 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
         say(f"continuing after document {log.counts.documents:,}", progress)
     say(f"reading with {maker.processes} processes: {maker.source.description}", progress)
     with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
-        for result in maker.tokenize(maker.source.chunks(log.offset)):
+        for result in maker.tokenize(log.offset):
             log.append(result)
             line.update(log.counts.tokens - line.n)
         require_documents(maker.settings, log.counts)

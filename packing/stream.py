@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
@@ -49,6 +48,7 @@ from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
+from packing.workers import start_python
 
 POSITION = "position.json"
 # Lock of the run that reads the stream.
@@ -59,9 +59,6 @@ ENDLESS = 2**62
 POLL_SECONDS = 0.05
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
-# Environment variables that make the processes of a launcher report their exit. The packer must not
-# inherit them.
-_OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 
 # ── Parts and positions on the disk ───────────────────────────────────────────────────────────────
@@ -175,23 +172,16 @@ class PackerProcess(ExitStack):
         recipe = self._packs / _RECIPE
         text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
         replace_file(recipe, text.encode())
-        # With Python's option -P, the packer does not import modules of the current folder.
-        command = [sys.executable, "-P", "-m", "pretrain", "follow", str(recipe)]
-        search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         with open(self._packs / LOG, "wb", opener=without_links) as log:
-            self.process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
+            self.process = start_python(
+                "pretrain",
+                "follow",
+                str(recipe),
+                "--parent",
+                str(os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={
-                    name: value
-                    for name, value in environment.items()
-                    if name not in _OF_THE_LAUNCHER
-                },
-                # The run handles Ctrl-C and stops the packer. So the packer must not receive it.
-                start_new_session=True,
             )
         # Callbacks run in reverse order. So the packer is first killed, even in the midst of its
         # work, and then this process waits for the packer to end.

@@ -25,9 +25,10 @@ import yaml
 from hypothesis import settings
 
 from foundation import storage
-from packing import arrow, pack_maker
+from packing import arrow, workers
 from packing.arrow import Pack
-from tests.moments import fork_context, start_server
+from tests.forked_worker import ForkedWorker
+from tests.moments import start_server
 from tests.object_storage import Server, running_server
 
 # No deadlines: the workers share two cores, so the time of one example means nothing. Examples are
@@ -138,13 +139,13 @@ VOCABULARY = 61
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_tokenizers() -> Iterator[None]:
-    """Fork the tokenizing processes of this process instead of spawning them.
+    """Fork the tokenizing processes of this process instead of starting Python in each.
 
-    Spawned processes spend nine tenths of their time importing. Commands and runs in separate
-    processes still spawn them.
+    New processes spend nine tenths of their time importing. Commands and runs in separate processes
+    still start them.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_maker, "SPAWN", fork_context)
+        patch.setattr(workers, "start_python", ForkedWorker)
         yield
 
 

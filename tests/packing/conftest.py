@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from packing.settings import DataSettings
 from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
@@ -34,3 +36,17 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str
     folder = tmp_path_factory.mktemp("tokenizer") / "saved"
     save_tokenizer(train_tokenizer(documents[:10], 600), folder)
     return folder / "tokenizer.json"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, documents: list[str]) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path, tokenizer_file: Path) -> DataSettings:
+    return DataSettings(
+        source=str(corpus), tokenizer=str(tokenizer_file), packs=tmp_path / "packs", length=256
+    )

@@ -8,14 +8,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -34,20 +29,6 @@ from packing.sources import DatasetSource
 from packing.store import folder_of, open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, documents: list[str]) -> Path:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
-
-
-@pytest.fixture
-def settings(tmp_path: Path, corpus: Path, tokenizer_file: Path) -> DataSettings:
-    return DataSettings(
-        source=str(corpus), tokenizer=str(tokenizer_file), packs=tmp_path / "packs", length=256
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -116,42 +97,6 @@ def test_documents_stay_in_their_split_if_the_source_grows(
     assert not held_out_later & {*texts_in(grown)}
     growth = max(0, len(held_out_later) - len(held_out))
     assert len((held_out_later & {*documents}) - held_out) <= growth
-
-
-def test_a_killed_preparation_continues_with_the_same_packs(
-    settings: DataSettings, tmp_path: Path
-) -> None:
-    prepare(settings, progress=False)
-    expected = open_packs(settings, "train").fingerprint
-    shutil.rmtree(settings.packs)
-    code = (
-        "import sys, json\n"
-        "from packing.prepare import prepare; from packing.settings import DataSettings\n"
-        "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000\n"
-        "packing.prepare._COMMIT_SECONDS = 0\n"
-        "import time; slow = packing.prepare.TokenLog.append\n"
-        "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
-        "if __name__ == '__main__':\n"
-        "    prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(settings.model_dump(mode="json"))]
-    )
-    partial = tmp_path / ".packs.tokens" / "progress.json"
-    deadline = time.monotonic() + 60
-
-    def place() -> int:
-        return json.loads(partial.read_text())["place"].get("at", 0) if partial.exists() else 0
-
-    while place() < 60_000 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    assert place() >= 60_000 and not settings.packs.exists()
-    with open(partial.with_name("tokens.bin"), "ab") as file:
-        file.write(b"written, but not recorded in progress.json")
-    prepare(settings, progress=False)
-    assert open_packs(settings, "train").fingerprint == expected and not partial.parent.exists()
 
 
 def test_skipping_a_bad_line_keeps_tokens_before_it(settings: DataSettings, corpus: Path) -> None:
@@ -397,54 +342,6 @@ def test_packs_on_a_full_disk_are_refused_with_a_remedy(
         prepare(packs, progress=False)
     (small_disk / "ballast").unlink()
     prepare(packs, progress=False)
-
-
-def test_workers_import_neither_the_callers_script_nor_the_current_folder(
-    settings: DataSettings, tmp_path: Path
-) -> None:
-    script = tmp_path / "elsewhere" / "script.py"
-    script.parent.mkdir()
-    for name in ("tokenizers", "pickle"):  # Helper processes of multiprocessing import pickle.
-        code = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
-        (tmp_path / f"{name}.py").write_text(code)
-    script.write_text(
-        "import sys, json\nprint('started', flush=True)\n"
-        "from packing.prepare import prepare, DataSettings\n"
-        "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
-    )
-    arguments = json.dumps(settings.model_dump(mode="json"))
-    run = subprocess.run(
-        [sys.executable, script, arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0 and run.stdout.count("started") == 1, run.stderr
-    assert not list(tmp_path.glob("* of the current folder"))
-
-
-def test_workers_that_die_at_start_are_reported(
-    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers may die if memory runs out. In this test their interpreter ends at once.
-
-    The tokenizer is larger than the buffer of a pipe.
-    """
-    large = Tokenizer.from_file(settings.tokenizer)
-    large.add_tokens([f"<{number}>" for number in range(5000)])
-    large.save(str(tmp_path / "large.json"))
-    monkeypatch.setattr("packing.pack_maker.SPAWN", multiprocessing.get_context("spawn"))
-    interpreter = tmp_path / "python"
-    interpreter.write_text(
-        f'#!/bin/sh\ncase "$*" in *spawn_main*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
-    )
-    interpreter.chmod(0o700)
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(interpreter))
-    with pytest.raises(InputError, match="process died"):
-        prepare(
-            settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False
-        )
 
 
 @pytest.fixture

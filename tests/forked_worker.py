@@ -1,0 +1,20 @@
+"""Tokenizer workers that are forked from a server, because starting Python takes longer."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+
+from packing.workers import serve
+from tests.moments import fork_context
+
+
+class ForkedWorker:
+    """Replacement of `packing.workers.start_python`."""
+
+    def __init__(self, module: str, descriptor: str, *, pass_fds: list[int]) -> None:
+        connection = Connection(os.dup(int(descriptor)))
+        process = fork_context.Process(target=serve, args=(connection,), daemon=True)
+        process.start()
+        self.kill = process.kill
+        self.wait = process.join
