@@ -26,7 +26,6 @@ from foundation.reading import load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
 from packing.token_columns import (
     BOUNDARIES,
-    LABELS,
     MASK,
     TOKEN_COLUMNS,
     number_documents,
@@ -173,7 +172,7 @@ class Shard(Packs):
                 f"{where}: the sample has the columns {', '.join(sample)}, but no column "
                 "input_ids; write the tokens in a column of this name"
             )
-        names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
+        names = [name for name in sample if name in TOKEN_COLUMNS]
         with as_input_error(
             (ValueError,),
             where,
@@ -235,7 +234,7 @@ class MDSPacks(JoinedPacks):
         first_sample = shards[0].sample(0)
         tokens = first_sample.pop(shards[0].token_column, ())
         self.length = length or len(tokens)
-        unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
+        unread = [name for name in first_sample if name not in TOKEN_COLUMNS]
         notes = [f"{path}: columns not read: {', '.join(unread)}"] if unread else []
         # If the attention mask does not have one value per token, it has the lengths of documents.
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)

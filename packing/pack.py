@@ -244,12 +244,9 @@ class Arranged:
         """
         self.tokens = tokens
         self.settings = settings
-        # Packs of chats, and of token ids with labels, have masks even if all tokens have a loss.
-        self.masked = (
-            settings.messages is not None
-            or settings.labels is not None
-            or tokens.counts.trained < tokens.counts.tokens
-        )
+        # Packs of chats have masks even if all tokens have a loss.
+        has_untrained = tokens.counts.trained < tokens.counts.tokens
+        self.masked = settings.messages is not None or has_untrained
         lengths = tokens.lengths
         if text_files and len(lengths) == 1 and settings.held_out:
             tail = max(1, round(int(lengths[0]) * settings.held_out))

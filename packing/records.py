@@ -14,7 +14,7 @@ import re
 import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from foundation.reading import load_object
 from packing.encoding import encode_texts
 from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
-    LABELS,
     TOKEN_COLUMNS,
     number_documents,
     trained_tokens,
@@ -58,37 +57,21 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Value of `data.messages` for Alpaca's records. Records without `input` have only an instruction.
-ALPACA = ("{instruction}\n\n{input}", "output")
 _BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-# Map the role of a message in a dataset to the role that a chat template expects.
-_ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
-    **{role: role for role in ("observation", "ipython", "environment")},
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "bot", "model"), "assistant"),
-    **dict.fromkeys(("ai", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("function_response", "tool_response"), "tool"),
-    "human": "user",
-}
-_SHAREGPT_ROLES = _ROLES | {"observation": "tool"}
+# Usual roles. A message may also have another role that the template names.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Names in ShareGPT's messages: {"from": "human", "value": "Hi"}.
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
-# Keys of a message. If the value of one of them is 0 or false, the message has no loss.
-_LOSS_MARKS = ("weight", "train", "training", "loss")
-# Keys of a message that are read with any template.
-_MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
-# Keys of a message with tool calls, in OpenAI's present and earlier format. They may be JSON text.
-_CALLS = ("tool_calls", "function_call")
-# Names of the key with the reasoning of an answer. transformers passes the reasoning on under the
-# first two names too.
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# Keys of a message that are read with any template. An answer with `weight: 0` has no loss.
+_MESSAGE_KEYS = {"role", "content", "weight"}
+# Names of the key with the reasoning of an answer, in the order of precedence. Templates get the
+# reasoning under the first two names too. transformers does the same since version 5.23.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Pattern of a JSON text of messages, in a column that may also have other texts.
-_MESSAGES_IN_JSON = re.compile(r'\s*\[\s*\{\s*"role"\s*:\s*"(system|developer|user|assistant)"')
-# Types of the parts of a content that have a text.
-_TEXT_PARTS = (None, "text", "input_text", "output_text")
+_MESSAGES = "messages, each with a `role` and a `content`"
 _TOOLS = 'objects, each with the schema of a function: {"type": "function", "function": {...}}'
-# Columns that may have the system message of a chat.
-_SYSTEM_COLUMNS = ("system", "system_prompt")
+_CONVERT = "convert the chats with `datasets.map` (docs/data.md#chats has an example)"
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
@@ -146,7 +129,6 @@ class TextTemplate(Records):
     """Rule that reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
     Null, NaN and infinity are replaced by the empty text, and other numbers are written as text.
-    An optional column that is missing or empty is skipped, together with the literal before it.
     Lists, mappings and bytes raise ValueError, because they would be written in Python's notation.
     """
 
@@ -174,7 +156,7 @@ class TextTemplate(Records):
 
     def fill(self, record: dict[str, Any]) -> str:
         values: dict[str | None, Any] = {}
-        for column in self.read_columns:
+        for column in self.columns:
             value = record.get(column)
             # A table may hold a null as NaN, and a number that overflowed as infinity.
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
@@ -188,11 +170,7 @@ class TextTemplate(Records):
             values[column] = value
         if all(value == "" for value in values.values()):
             return ""
-        text = "".join(
-            literal + str(values.get(name, ""))
-            for literal, name in self.pieces
-            if name not in self.optional or values[name] != ""
-        )
+        text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
         # JSON can contain half of a surrogate pair (`\ud800`), which no tokenizer accepts. This
         # line raises an error for it.
         text.encode()
@@ -225,8 +203,8 @@ class ChatColumns(Records):
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, that have a value but no effect."""
         keys = {key for message in self._chat(record) for key in message}
-        ignored = {key for key in keys - _MESSAGE_KEYS if not self._reads(key)}
-        return super().unread(record) | {f"message.{key}" for key in ignored}
+        ignored = {f"message.{key}" for key in keys - _MESSAGE_KEYS if not self._reads(key)}
+        return super().unread(record) | ignored
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
         """Return the text and spans of the chat in `record`.
@@ -236,30 +214,24 @@ class ChatColumns(Records):
         message that the template does not write.
         """
         chat = self._chat(record)
-        # Indices in `chat`. `turns`: all messages of the assistant. `trained`: turns that are not
-        # empty and have a loss. `answers`: turns that the template writes.
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+        if chat and not turns:
+            raise ValueError("the chat has no answer: it has no message with the role `assistant`")
         trained = [number for number in turns if self._has_loss(chat[number])]
-        if not chat or ((turns or self.pair) and not trained):
+        if not trained:
             return None
-        tools = _objects("tools", record.get("tools"), _TOOLS) if "tools" in self.optional else []
-        chat = self._with_arguments(chat, tools)
+        tools = self._tools(record)
+        chat = self._with_arguments([_with_reasoning(message) for message in chat], tools)
         text, spans = self._render(chat, tools)
         for number, message in enumerate(chat):
-            has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
-            if has_words and not self._is_written(chat, number, text, tools):
+            must_be_written = message["role"] != "assistant" and _words(message)
+            if must_be_written and not self._is_written(chat, number, text, tools):
                 raise ValueError(
                     f"the chat template does not write message {number + 1}, whose role is "
                     f"{message['role']}; either give the message another role, or set "
                     "data.chat_template to another template"
                 )
-        answers = [number for number in turns if self._is_written(chat, number, text, tools)]
-        if not answers:
-            raise ValueError(
-                "the chat has no answer: the chat template writes no message with the role "
-                "`assistant`"
-            )
-        trained = [number for number in trained if number in answers]
+        trained = [number for number in trained if self._is_written(chat, number, text, tools)]
         if not _MARKED.search(self.template):
             spans = self._after_prompts(chat, trained, text, tools)
         elif trained != turns:
@@ -270,11 +242,11 @@ class ChatColumns(Records):
                 )
             spans = [span for number, span in zip(turns, spans, strict=True) if number in trained]
         spans = [(start, end) for start, end in spans if start < end]
-        if trained and not spans:
+        if not spans:
             raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
         # This raises an error for half of a surrogate pair.
         text.encode()
-        return (text, spans) if trained else None
+        return text, spans
 
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
@@ -286,100 +258,58 @@ class ChatColumns(Records):
                 yield ids
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a record. A system message from a column becomes the first one.
-
-        Raises ValueError if the first message and the columns have different system messages.
-        """
+        """Return the messages of a record. An empty column has no messages."""
         if self.pair:
-            prompt, response = (
-                self._turns(role, template, record)
-                for role, template in zip(("user", "assistant"), self.pair, strict=True)
-            )
-            if response and response[0]["role"] != "assistant":
-                raise ValueError(
-                    f"column `{self.pair[1].columns[0]}` has messages that do not begin with the "
-                    "response; if the column has complete chats, set data.messages to this column"
-                )
-            # Answers in a prompt have no loss.
-            chat = [message | {_LOSS_MARKS[0]: 0} for message in prompt] + response
-        else:
-            chat = self._messages(self.columns[0], record.get(self.columns[0]))
-        in_chat = [message.get("content") for message in chat[:1] if message["role"] == "system"]
-        values = [record.get(name) for name in _SYSTEM_COLUMNS if name not in self.columns]
-        in_columns = [text for text in values if text and isinstance(text, str)]
-        if len({*in_chat, *in_columns}) > 1:
-            raise ValueError(
-                "the chat has several system messages, as messages or in the columns "
-                f"{' and '.join(_SYSTEM_COLUMNS)}; remove all but one"
-            )
-        if chat and in_columns and not in_chat:
-            chat.insert(0, {"role": "system", "content": in_columns[0]})
-        return chat
+            prompt, response = (template.fill(record) for template in self.pair)
+            return [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": response},
+            ]
+        column = self.columns[0]
+        messages = _objects(column, record.get(column), _MESSAGES)
+        return [self._message(message) for message in messages]
 
-    def _turns(
-        self, role: str, template: TextTemplate, record: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Return the messages of a prompt (`role` is "user") or of a response ("assistant").
-
-        The column of a prompt or a response may have a text, or a list of messages. The list may be
-        a JSON text.
-        """
-        column = str(template.pieces[0][1])
-        value = record.get(column)
-        if isinstance(value, str) and _MESSAGES_IN_JSON.match(value):
-            value = _from_json(value)
-        if template.pieces == (("", column),) and isinstance(value, list):
-            return self._messages(column, value)
-        return [{"role": role, "content": template.fill(record)}]
-
-    def _messages(self, column: str, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, with the usual keys and roles, and without null values.
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with OpenAI's keys and roles, without null values and empty lists.
 
         A null content is kept if the template compares the content with none. An empty list of tool
         calls is dropped, because some templates write calls if a message has this key.
         """
-        accepts_null = _NULL_CONTENT.search(self.template) is not None
-        messages = []
-        for message in _objects(column, value, "messages, each with a `role` and a `content`"):
-            keys = {
-                key: name
-                for key, name in _SHAREGPT_KEYS.items()
-                if message.get(name) is None and isinstance(message.get(key), str)
-            }
-            roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
-            values: dict[str, Any] = {"content": None} if accepts_null else {}
-            # Skip null and NaN. NaN is the only value that does not equal itself.
-            values |= {
-                keys.get(key, key): _from_json(item) if key in _CALLS else item
-                for key, item in message.items()
-                if item == item and item is not None and (key not in _CALLS or item)
-            }
-            role = str(values.get("role", "(none)"))
-            if role.lower() not in roles and not _has_word(self.template, role):
-                raise ValueError(
-                    f"column `{column}` has a message with the role {role}, which is neither a "
-                    "usual role nor in the chat template; use user, assistant, system or tool"
-                )
-            if values.get("content") is not None:
-                values["content"] = _joined(column, values["content"])
-            if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
-                raise ValueError(
-                    f"column `{column}` has a message whose {' or '.join(_LOSS_MARKS)} is neither "
-                    "0 nor 1"
-                )
-            messages.append(values | {"role": roles.get(role.lower(), role)})
-        return messages
+        keys = _SHAREGPT_KEYS if "from" in message else {}
+        values: dict[str, Any] = {"content": None} if _NULL_CONTENT.search(self.template) else {}
+        for key, item in message.items():
+            if item is not None and item != []:
+                values[keys.get(key, key)] = item
+        role = values.get("role")
+        if keys:
+            values["role"] = role = _SHAREGPT_ROLES.get(str(role), role)
+        if role not in _ROLES and not _has_word(self.template, str(role)):
+            raise ValueError(
+                f"a message has the role {role}, which is neither a usual role nor in the chat "
+                f"template; use {', '.join(_ROLES)}"
+            )
+        content = values.get("content")
+        if content is not None and not isinstance(content, str):
+            raise ValueError(
+                f"a message has a content that is not a text, but {shown(content)}; {_CONVERT}"
+            )
+        if values.get("weight", 1) not in (0, 1):
+            raise ValueError("a message has a `weight` that is neither 0 nor 1")
+        return values
+
+    def _tools(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the tools of a record, if the template uses them."""
+        tools = record.get("tools") if "tools" in self.optional else None
+        return _objects("tools", tools, _TOOLS)
 
     def _has_loss(self, answer: dict[str, Any]) -> bool:
-        """Return True if an answer is not empty, and is not marked as an answer without a loss."""
-        has_words = (answer.get("content") or "").strip() or any(
-            key in _CALLS or self._reads(key) for key in answer.keys() - _MESSAGE_KEYS
-        )
-        return bool(has_words) and all(answer.get(mark, 1) for mark in _LOSS_MARKS)
+        """Return True if the template writes something of an answer, and its weight is not 0."""
+        has_words = _words(answer) or any(map(self._reads, answer.keys() - _MESSAGE_KEYS))
+        return bool(has_words and answer.get("weight", 1))
 
     def _reads(self, key: str) -> bool:
         """Return True if the template has the name of a message's key, or another name for it."""
-        names = {key, *_REASONING[:2]} if key in _REASONING else (key,)
+        names = {key, *_REASONING[:2]} if key in _REASONING else {key}
         return any(_has_word(self.template, name) for name in names)
 
     def _with_arguments(self, chat: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
@@ -404,18 +334,15 @@ class ChatColumns(Records):
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return True if the template writes the content of message `number` of a chat.
 
-        `text` is the text of the complete chat.
+        `text` is the text of the complete chat. If the words of a message are not in the text, the
+        template has changed or dropped them. So test whether the text changes with the content. A
+        tool's result, such as a number, may also be elsewhere in the chat, so it is not searched.
         """
         role = chat[number]["role"]
-        content = chat[number].get("content") or ""
-        words = content.strip()
-        # The content of a tool message is not searched in the text, because a tool's result, such
-        # as a number, may also be elsewhere in the chat.
+        words = _words(chat[number])
         if role in ("system", "user", "assistant") and words and words in text:
             return True
-        # If the template changes the content, `words` are not in the text. So test whether the text
-        # changes when the content of the message is blank.
-        blank = {"role": role, "content": content.replace(words, "")}
+        blank = {"role": role, "content": ""}
         # A template that rejects a blank message reads the message's content.
         return self._text([*chat[:number], blank, *chat[number + 1 :]], tools) != text
 
@@ -432,18 +359,15 @@ class ChatColumns(Records):
         """
         spans = []
         for number in answers:
-            prompt = self._text(chat[:number], tools, add_generation_prompt=True)
             is_last = number + 1 == len(chat)
-            with_answer = text if is_last else self._text(chat[: number + 1], tools)
-            if prompt is None or not (with_answer or "").startswith(prompt):
+            with_answer = text if is_last else self._text(chat[: number + 1], tools) or ""
+            prompt = self._text(chat[:number], tools, add_generation_prompt=True)
+            if prompt is None or not with_answer.startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
                 before, mark, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
                 prompt = before if mark else None
-            if (
-                with_answer is None
-                or prompt is None
-                or not (text.startswith(with_answer) and with_answer.startswith(prompt))
-            ):
+            is_prefix = text.startswith(with_answer)
+            if prompt is None or not (is_prefix and with_answer.startswith(prompt)):
                 raise ValueError(
                     f"the chat template writes message {number + 1} in another way if other "
                     "messages follow, rejects the chat without these, or does not begin the "
@@ -512,8 +436,6 @@ class TokenColumns(Records):
     document, and which have a loss. A record may have several documents.
     """
 
-    # Name of the column of labels. A label is the id of the token, or -100 for no loss.
-    labels: str
     # Number of token ids that the tokenizer has.
     vocabulary: int
 
@@ -532,7 +454,7 @@ class TokenColumns(Records):
                 f"column `{self.columns[0]}` has the id {unknown[0]}, but the tokenizer has only "
                 f"{self.vocabulary:,} ids; set data.tokenizer to the tokenizer of these ids"
             )
-        trained = trained_tokens(ids, columns, self.labels)
+        trained = trained_tokens(ids, columns)
         marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
         starts = np.flatnonzero(np.diff(numbers[is_real])) + 1
         documents = np.split(marked[is_real].astype(np.uint32), starts)
@@ -551,9 +473,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     token that the template writes.
     """
     if settings.input_ids is not None:
-        labels = settings.labels or LABELS
-        columns = tuple(dict.fromkeys([settings.input_ids, *filter(None, [settings.labels])]))
-        return TokenColumns(columns, (labels, *TOKEN_COLUMNS), labels, tokenizer.vocab_size)
+        return TokenColumns((settings.input_ids,), TOKEN_COLUMNS, tokenizer.vocab_size)
     if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
@@ -585,58 +505,38 @@ def chat_columns(
 
     The other arguments are those of `ChatColumns`.
     """
-    optional: tuple[str, ...] = _SYSTEM_COLUMNS
-    if _has_word(template, "tools"):
-        optional += ("tools",)
-    pair: tuple[TextTemplate, ...] = ()
+    optional = ("tools",) if _has_word(template, "tools") else ()
     if isinstance(settings.messages, str):
-        columns: tuple[str, ...] = (settings.messages,)
-    else:
-        pair = tuple(map(TextTemplate.parse, settings.messages or ()))
-        if tuple(settings.messages or ()) == ALPACA:
-            pair = (replace(pair[0], columns=("instruction",), optional=("input",)), pair[1])
-            optional += ("input",)
-        columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
+        return ChatColumns((settings.messages,), optional, (), template, tokens)
+    pair = tuple(map(TextTemplate.parse, settings.messages or ()))
+    columns = tuple(dict.fromkeys(name for part in pair for name in part.columns))
     return ChatColumns(columns, optional, pair, template, tokens)
 
 
-def _from_json(value: Any) -> Any:
-    """Return the object, list or null in a JSON text. Return any other value unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[", "null")):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
 def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:
-    """Return the list of objects in a column. The list, or each object, may be a JSON text.
+    """Return the list of objects in a column, or an empty list if the column is empty.
 
-    Raises ValueError if `value` is not such a list. `form` describes the objects in the message.
+    Raises ValueError if `value` is not such a list. `form` names the objects in the message.
     """
-    items = _from_json(value) or []
-    objects: list[Any] = [_from_json(item) for item in items] if isinstance(items, list) else [None]
-    if not all(isinstance(item, dict) for item in objects):
-        raise ValueError(f"column `{column}` is not a list of {form}, but {shown(value)}")
+    objects = value or []
+    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
+        raise ValueError(
+            f"column `{column}` is not a list of {form}, but {shown(value)}; {_CONVERT}"
+        )
     return objects
 
 
-def _joined(column: str, content: Any) -> str:
-    """Return the text of a message's content, which may be a list of texts: {type, text}.
+def _words(message: dict[str, Any]) -> str:
+    """Return the content of a message without blanks at its ends."""
+    return (message.get("content") or "").strip()
 
-    Raises ValueError if `content` has another part, such as an image.
-    """
-    texts: list[Any] = [
-        part["text"]
-        if isinstance(part, dict) and "text" in part and part.get("type") in _TEXT_PARTS
-        else part
-        for part in (content if isinstance(content, list) else [content])
-    ]
-    if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(
-            f"column `{column}` has a message whose content is not a text, but {shown(wrong[0])}; "
-            "write the content as a text, or remove the message"
-        )
-    return "".join(texts)
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under the names that templates use."""
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning} | message | {"reasoning_content": reasoning}
 
 
 def _change_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -652,17 +552,22 @@ def _change_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Return the arguments of a tool call as an object. Return a text that is not JSON unchanged.
+    """Return the arguments of a tool call as an object. Return a text that is no object unchanged.
 
     An empty text means no arguments.
     """
-    return {} if arguments == "" else _from_json(arguments)
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments or "{}")
+            return value if isinstance(value, dict) else arguments
+    return arguments
 
 
 def _as_text(arguments: Any) -> str:
     """Return the arguments of a tool call as JSON text. Return any text but "" unchanged."""
-    text = json.dumps(_as_object(arguments), ensure_ascii=False)
-    return arguments if arguments and isinstance(arguments, str) else text
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _has_word(template: str, word: str) -> bool:

@@ -41,7 +41,7 @@ _HIDDEN = (".", "__pycache__", "lost+found")
 # Templates of a prompt and its response.
 TemplatePair = Annotated[tuple[TemplateText, ...], Field(min_length=2, max_length=2)]
 # Keys that determine the kind of a record.
-RECORD = ("messages", "input_ids", "labels", "text")
+RECORD = ("messages", "input_ids", "text")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -142,6 +142,8 @@ def refuse_near_name(key: str, name: str) -> None:
 class SourceSettings(Settings):
     """A source of documents, and the kind of its records."""
 
+    REMOVED: ClassVar = {"labels": None}
+
     source: Annotated[PathText, Field(min_length=1)] | None = None
     """File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset.
 
@@ -170,8 +172,8 @@ class SourceSettings(Settings):
     messages: TemplateText | TemplatePair | None = None
     """Chats instead of `text`: a column with a list of {role, content}, or [prompt, response].
 
-    Prompt and response are columns with a text or with messages, or templates with columns. Only
-    the tokens of the assistant's messages have a loss.
+    Prompt and response are columns with a text, or templates with columns. Only the tokens of the
+    assistant's messages have a loss.
     null: chats are recognised by their columns.
     """
 
@@ -184,13 +186,8 @@ class SourceSettings(Settings):
     input_ids: str | None = None
     """Tokens instead of `text`: a column with the token ids of a record.
 
-    `tokenizer` must be the one that made these ids.
-    """
-
-    labels: str | None = None
-    """Column of labels for `input_ids`: the token id, or -100 for a token without a loss.
-
-    null: the column `labels`, if the source has it. docs/data.md lists other columns that are read.
+    `tokenizer` must be the one that made these ids. docs/data.md lists the columns that mark
+    padding, documents and tokens without a loss, such as `labels`.
     """
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
@@ -206,11 +203,6 @@ class SourceSettings(Settings):
             raise ValueError(
                 f"`{kinds[0]}` and `{kinds[1]}` are both set, but a record has only one of them; "
                 "remove one"
-            )
-        if self.labels is not None and self.input_ids is None:
-            raise ValueError(
-                "`labels` is set, but `input_ids` is not; either set `input_ids` for a source of "
-                "token ids, or remove `labels`"
             )
         return self
 
@@ -253,7 +245,7 @@ class DataSettings(SourceSettings):
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    REMOVED: ClassVar = {"weights_until": None}
+    REMOVED: ClassVar = SourceSettings.REMOVED | {"weights_until": None}
 
     packs: CopiedPath
     """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
@@ -277,7 +269,7 @@ class DataSettings(SourceSettings):
     """
 
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
-    """Several sources instead of `source`, each with its own keys from `source` to `labels`.
+    """Several sources instead of `source`, each with its own keys from `source` to `input_ids`.
 
     Keys that a source does not set are taken from `data`, except columns of another kind of record,
     such as chats instead of text. The packs of a source are in the folder `packs`/name.
@@ -287,7 +279,7 @@ class DataSettings(SourceSettings):
     """Text for evaluation instead of `held_out`.
 
     Set another `source`, or another `split` of the same source, with the keys from `source` to
-    `labels`. Keys that are not set are taken from `data`, except `subset` and `split` if
+    `input_ids`. Keys that are not set are taken from `data`, except `subset` and `split` if
     `validation` sets another `source`. The packs are in a folder beside `packs`, whose name ends
     with `-validation`.
     """

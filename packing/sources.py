@@ -23,7 +23,6 @@ import io
 import json
 import os
 import re
-import shlex
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -38,7 +37,6 @@ import pyarrow as pa
 from foundation.errors import InputError, as_input_error, one_line, require_package
 from foundation.files import hash_of
 from foundation.progress import say
-from foundation.reading import parse_yaml
 from foundation.storage import fetch, is_address
 from foundation.units import plural
 from packing.chunks import (
@@ -83,14 +81,8 @@ _SUFFIXES = {
         ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh", ".sql", ".css",
     },
 }  # fmt: skip
-# Map columns of a dataset to the default of `data.messages` (as YAML). A dataset that has all
-# columns of an entry is read as chats. If several entries match, the first one is used.
-_CHAT_COLUMNS = {
-    ("messages",): "messages",
-    ("conversations",): "conversations",
-    ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
-    ("instruction", "output"): "[instruction, output]",
-}
+# Columns of chats that are recognised. If a source has both, the first one is used.
+_CHAT_COLUMNS = ("messages", "conversations")
 # Words for splits in the names of files and folders, as in `datasets`.
 _SPLIT_WORDS = {
     "train": "train|training",
@@ -253,7 +245,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
     """Return `settings`, changed for reading `source` if necessary.
 
-    If `source` has the columns of a chat, `messages` is set. `messages` stays unchanged if
+    If `source` has a column of chats, `messages` is set. `messages` stays unchanged if
     `settings` choose columns, or if the source has a column `text` or `input_ids` and `settings`
     choose no chat template. Text files have no columns, so all keys that choose columns are set to
     their defaults.
@@ -267,14 +259,11 @@ def reading_settings(settings: DataSettings, source: FileSource | DatasetSource)
     names = source.columns
     if names & {"text", "input_ids"} and settings.chat_template is None:
         return settings
-    for columns, value in _CHAT_COLUMNS.items():
-        if names.issuperset(columns):
-            say(
-                f"{settings.source}: the source has chats, which are read with "
-                f"data.messages={shlex.quote(value)}"
-            )
-            return settings.model_copy(update={"messages": parse_yaml(value)})
-    return settings
+    column = next((name for name in _CHAT_COLUMNS if name in names), None)
+    if column is None:
+        return settings
+    say(f"{settings.source}: the source has chats, which are read with data.messages={column}")
+    return settings.model_copy(update={"messages": column})
 
 
 @dataclass

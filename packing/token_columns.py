@@ -50,9 +50,8 @@ BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         lambda positions: positions + np.arange(len(positions), 0, -1),
     ),
 }
-# All columns with a fixed name. The column of labels is missing, because a setting (`data.labels`)
-# may select a column with another name.
-TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)
+# All columns that are read beside the token ids.
+TOKEN_COLUMNS = (LABELS, MASK, *LOSS_MASKS, *BOUNDARIES)
 
 
 def whole_numbers(name: str, values: Any) -> np.ndarray:
@@ -125,20 +124,18 @@ def rule_of_eos(path: Path, token: int, *, begins: bool) -> str:
     return f"{path}: each document ends with EOS (id {token})"
 
 
-def trained_tokens(
-    tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels: str = LABELS
-) -> np.ndarray | None:
+def trained_tokens(tokens: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Return a mask that is True for tokens with a loss: [tokens] bool.
 
-    Returns None if no column determines which tokens have a loss. `labels` is the name of the
-    column of labels. Raises ValueError if a column is neither labels nor a mask of zeros and ones.
+    Returns None if no column determines which tokens have a loss. Raises ValueError if a column is
+    neither labels nor a mask of zeros and ones.
     """
     trained = None
-    for name in [name for name in (labels, *LOSS_MASKS) if name in columns]:
+    for name in [name for name in (LABELS, *LOSS_MASKS) if name in columns]:
         row = columns[name]
-        without_loss, with_loss = (IGNORE, tokens) if name == labels else (0, 1)
+        without_loss, with_loss = (IGNORE, tokens) if name == LABELS else (0, 1)
         if len(row) != len(tokens) or not ((row == without_loss) | (row == with_loss)).all():
-            value = "the token" if name == labels else "1"
+            value = "the token" if name == LABELS else "1"
             raise ValueError(
                 f"column `{name}` must have {value} or {without_loss} for each token; either write "
                 "the column without a shift, or remove it"

@@ -81,7 +81,6 @@ _NOT_IDENTITY = (
     "data.messages",
     "data.chat_template",
     "data.input_ids",
-    "data.labels",
     "data.packing",
     "data.held_out",
     "data.on_bad_line",
