@@ -31,7 +31,7 @@ from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import CHAT_TEMPLATE, Records, chat_template, records_of
 from packing.settings import DataSettings, describe_changes
-from packing.sources import open_source
+from packing.sources import open_source, refuse_common_files
 from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.tokenizer import load_tokenizer
 
@@ -62,6 +62,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError(
             "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
+    refuse_common_files(settings)
     # Packing the first source may take hours, so check the other sources before it. Ranks would
     # copy objects of object storage at the same time.
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -192,9 +193,10 @@ def _check_folder_of_streams(settings: DataSettings) -> None:
 def check_sources(settings: DataSettings) -> None:
     """Raise InputError unless the packs of each source exist, or the source itself exists.
 
-    The content of the sources is not read. Packs that were prepared with other settings also raise
-    InputError.
+    The content of the sources is not read. Packs that were prepared with other settings, and text
+    for validation that is also used for training, raise InputError too.
     """
+    refuse_common_files(settings)
     _check_folder_of_streams(settings)
     for part in all_parts(settings):
         if part.source is None:

@@ -55,12 +55,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repository, revision
 
 
-def matching_files(name: str) -> list[Path]:
-    """Return the files that the pattern `name` matches, such as `my_text/*.txt`, in order.
+def files_of(name: str) -> list[Path]:
+    """Return the files of a source in order: a file, all files of a folder, or those of a pattern.
 
-    See `find_files`. The list is empty if `name` is not a pattern, or if it is an existing path.
+    See `find_files`. The list is empty if nothing exists.
     """
-    if not glob.has_magic(name) or os.path.exists(name):
+    if os.path.lexists(name):
+        return find_files(Path(name), ("**", "*") if os.path.isdir(name) else ())
+    if not glob.has_magic(name):
         return []
     return find_files(Path(), Path(name, "*" if name.endswith("**") else "").parts)
 
@@ -156,9 +158,9 @@ class SourceSettings(Settings):
     """Name of a config of a Hugging Face dataset."""
 
     split: str = "train"
-    """Split of a Hugging Face dataset, or of a folder.
+    """Split of a Hugging Face dataset.
 
-    The names of the files in such a folder contain their splits (docs/data.md).
+    The files of a split are chosen by a pattern as `source`.
     """
 
     text: TemplateText = "text"
@@ -412,40 +414,7 @@ class DataSettings(SourceSettings):
                 "`held_out` and `validation` are both set; either set `held_out` to evaluate on a "
                 "share of the text, or set `validation` to evaluate on other text"
             )
-        if self.validation is not None:
-            for source in self.sources or (self,):
-                if _share_rows(source, self.validation):
-                    raise ValueError(
-                        f"`validation`: {self.validation.source} is also used for training "
-                        f"({source.source}); either choose another file or split, or set "
-                        "`held_out` instead of `validation`"
-                    )
         return self
-
-
-def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
-    """Return True if two sources have a common file, or if one contains the other.
-
-    If both sources have the same path, return True only if their `subset` and `split` are equal. If
-    a source is inside of a dataset of `save_to_disk`, return False, because the folders in such a
-    dataset are splits.
-    """
-    name, other_name = str(one.source), str(other.source)
-    if os.path.realpath(name) == os.path.realpath(other_name):
-        return (one.subset, one.split) == (other.subset, other.split)
-    first, second = (
-        {Path(os.path.realpath(path)) for path in matching_files(source) or [Path(source)]}
-        for source in (name, other_name)
-    )
-    folders = {
-        parent
-        for paths, other_paths in ((first, second), (second, first))
-        for path in paths
-        for parent in other_paths.intersection(path.parents)
-    }
-    return not first.isdisjoint(second) or any(
-        folder.is_dir() and not (folder / "dataset_dict.json").exists() for folder in folders
-    )
 
 
 def _filled(data: dict[str, Any], source: Any) -> Any:

@@ -18,17 +18,14 @@ with more than a few dozen cores.
 from __future__ import annotations
 
 import codecs
-import csv
-import io
 import json
 import os
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,8 +51,7 @@ from packing.settings import (
     RECORD,
     DataSettings,
     SourceSettings,
-    find_files,
-    matching_files,
+    files_of,
     refuse_near_name,
     split_revision,
 )
@@ -68,36 +64,22 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 2**20
 # Number of rows of a table that are read at once, and then divided into chunks.
 _ROWS = 1024
-# Largest number of characters of a field in a CSV file.
-_MOST_FIELD = 2**23
+# Largest size of a row of a CSV file in bytes.
+_CSV_ROW = 2**24
+# Suffixes of each kind of file.
 _SUFFIXES = {
-    "jsonl": {".jsonl", ".ndjson", ".json"},
-    "parquet": {".parquet"},
-    "csv": {".csv", ".tsv"},
-    "text": {
-        ".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".yaml", ".yml", ".toml",
-        ".ini", ".cfg", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs",
-        ".go", ".java", ".kt", ".scala", ".swift", ".js", ".jsx", ".ts", ".tsx", ".rb", ".php",
-        ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh", ".sql", ".css",
-    },
-}  # fmt: skip
+    "jsonl": ".jsonl .ndjson .json",
+    "parquet": ".parquet",
+    "csv": ".csv .tsv",
+    "text": (
+        ".txt .text .md .rst .tex .html .htm .xml .yaml .yml .toml .ini .cfg .py .pyi .c .h .cc "
+        ".cpp .hpp .cu .cuh .rs .go .java .kt .scala .swift .js .jsx .ts .tsx .rb .php .pl .lua .r "
+        ".jl .hs .ml .ex .erl .clj .sh .sql .css"
+    ),
+}
 # Columns of chats that are recognised. If a source has both, the first one is used.
 _CHAT_COLUMNS = ("messages", "conversations")
-# Words for splits in the names of files and folders, as in `datasets`.
-_SPLIT_WORDS = {
-    "train": "train|training",
-    "validation": "validation|valid|dev|val",
-    "test": "test|testing|eval|evaluation",
-}
-# Split of a file. The last word in a path counts: `my_test-0.txt` has the split test, and
-# `latest.txt` has none. The name of a shard, such as train_1M-00000-of-00003, may extend the word.
-_SPLIT_NAME = re.compile(
-    rf"(?:.*/)?(?P<shard>(?:{'|'.join(_SPLIT_WORDS.values())})_\w+)-\d{{5}}-of-\d{{5}}[^/]*$"
-    rf"|(?:.*[-._ 0-9/])?(?:{'|'.join(f'(?P<{k}>{words})' for k, words in _SPLIT_WORDS.items())})"
-    r"(?=[-._ 0-9/])",
-    re.IGNORECASE | re.DOTALL,
-)
-_KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
+_KINDS = {suffix: kind for kind, text in _SUFFIXES.items() for suffix in text.split()}
 _READABLE = (
     "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
     "as .gz or .zst; convert an .arrow file, such as one in the cache of `datasets`, with "
@@ -115,11 +97,6 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     a setting of this source that its kind does not use.
     """
     name = str(settings.source)
-    # `validation` is the text for evaluation if this source is the training text, and the other way
-    # round. Both may be splits of the same files.
-    is_divided = settings.validation is not None and (
-        os.path.realpath(str(settings.validation.source)) == os.path.realpath(name)
-    )
     if is_address(name):
         name = str(fetch(name))
         settings = settings.model_copy(update={"source": name})
@@ -132,8 +109,8 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         f"data.source: {name}: cannot be read",
         "correct the permissions, or restore the file to which a link points",
     ):
-        matches = matching_files(name)
-        if not matches and not os.path.lexists(path):
+        files = files_of(name)
+        if not files and not os.path.lexists(path):
             refuse_near_name("data.source", name)
             if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
                 return DatasetSource(settings, records)
@@ -141,21 +118,20 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
                 f"data.source: {name}: no such file or folder, and no file matches it "
                 "(relative paths start at the current directory)"
             )
-        parts = ("**", "*") if path.is_dir() else ()
-        kind, files, unread = _choose(name, matches or find_files(path, parts))
-        paths, note = _of_split(files, kind, settings, is_divided)
+        kind, paths, unread = _choose(name, files)
         # For a link to a missing file, `stat` raises OSError with the name of the link.
         size = sum(path.stat().st_size for path in paths)
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
-    unused = settings.chosen(("subset", *columns))
+    unused = settings.chosen(("subset", "split", *columns))
     if settings.streaming is True:
         unused.append("streaming")
     if unused:
         raise InputError(
-            f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it"
+            f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it "
+            "(the files of a split are chosen by a pattern as data.source, such as 'FOLDER/test*')"
         )
     count = plural(len(paths), f"{kind} file")
-    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}{note}", paths, kind, records)
+    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}", paths, kind, records)
 
 
 def suffix_of(path: Path) -> str:
@@ -167,44 +143,6 @@ def suffix_of(path: Path) -> str:
 def kind_of(path: Path) -> str | None:
     """Return the kind of a file by its suffix, or None if it is unknown."""
     return _KINDS.get(suffix_of(path))
-
-
-def _of_split(
-    files: list[Path], kind: str, settings: DataSettings, is_divided: bool
-) -> tuple[list[Path], str]:
-    """Return the files of the split in `settings`, and a note about the splits of all files.
-
-    A file without a split in its name belongs to train. If `settings` choose no split, all files
-    are returned in these cases: the source is a pattern or a file; all files belong to the same
-    split; text files have no split train in their names, or most text has no split in its name.
-    If `is_divided`, another split of these files is used too, so only the files of the split are
-    returned in all cases.
-
-    Raises InputError if no file belongs to the split.
-    """
-    folder = Path(os.path.commonpath([str(settings.source), *files]))
-    named = {
-        file: match["shard"] or match.lastgroup
-        for file in files
-        if (match := _SPLIT_NAME.match(file.relative_to(folder).as_posix()))
-    }
-    chosen = [file for file in files if named.get(file, "train") == settings.split]
-    counts = Counter(named.get(file, "train") for file in files)
-    if not (is_divided or settings.chosen(("split",))) and (
-        len(counts) == 1
-        or folder != Path(str(settings.source))
-        or (kind == "text" and "train" not in named.values())
-        or (kind == "text" and 2 * _bytes_of(named) <= _bytes_of(files))
-    ):
-        chosen = files
-    listed = ", ".join(f"{count:,} {split}" for split, count in sorted(counts.items()))
-    if not chosen:
-        raise InputError(
-            f"data.split: {settings.split}: {settings.source} has no {kind} file of this split, "
-            f"but: {listed}; set data.split to one of these splits, or data.source to a pattern"
-        )
-    note = f"\nfiles by split: {listed}; files read: {len(chosen):,}"
-    return chosen, note if len(counts) > 1 else ""
 
 
 def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
@@ -240,6 +178,36 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
 def _bytes_of(paths: Iterable[Path]) -> int:
     """Return the total size of files. A link to a missing file has no size."""
     return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def refuse_common_files(settings: DataSettings) -> None:
+    """Raise InputError if a file, or a split of a dataset, is used for training and validation.
+
+    Copies of files are not detected.
+    """
+    validation = settings.validation
+    for source in (settings.sources or (settings,)) if validation else ():
+        if _have_common_files(source, validation):
+            raise InputError(
+                f"`data.validation`: {validation.source} is also used for training "
+                f"({source.source}); either choose another file or split, or set `data.held_out` "
+                "instead of `data.validation`"
+            )
+
+
+def _have_common_files(one: SourceSettings, other: SourceSettings) -> bool:
+    """Return True if two sources read the same file, or the same split of a dataset."""
+    names = (str(one.source), str(other.source))
+    if os.path.realpath(names[0]) == os.path.realpath(names[1]):
+        return (one.subset, one.split) == (other.subset, other.split)
+    first, second = map(_real_files, names)
+    return not first.isdisjoint(second)
+
+
+def _real_files(name: str) -> set[str]:
+    """Return the real paths of a source's files. A dataset has no files but splits."""
+    is_dataset = os.path.exists(os.path.join(name, "dataset_dict.json"))
+    return set() if is_dataset else set(map(os.path.realpath, files_of(name)))
 
 
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
@@ -315,7 +283,8 @@ class FileSource:
             with as_input_error(
                 (OSError, pa.ArrowException, ValueError, RecursionError),
                 f"{path}: cannot be read",
-                "the file is damaged, not in UTF-8, or not of this format",
+                "the file is damaged, not of this format, or not in UTF-8: convert it, for example "
+                "with `iconv -f latin1 -t utf8` or `iconv -f utf16 -t utf8`",
             ):
                 for chunk in readers[self.kind](path, size or CHUNK_BYTES, offset):
                     yield replace(chunk, after={"file": number} | chunk.after)
@@ -368,22 +337,21 @@ class FileSource:
 
     def _csv_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of rows. All values are texts. Rows before `offset` are read and skipped."""
-        with open_stream(path) as stream:
-            rows = _csv_rows(stream, path)
-            names = next(rows, [])
-            columns = self.records.read_columns or names
-            schema = pa.schema([(name, pa.string()) for name in names if name in columns])
-            # Reverse each row, so that `dict` keeps the first of several columns with the same
-            # name.
-            batches = (
-                pa.RecordBatch.from_pylist(
-                    [dict(zip(names[::-1], row[::-1], strict=True)) for row in batch], schema
-                )
-                for batch in iter(lambda: list(islice(rows, _ROWS)), [])
-            )
-            yield from _table_chunks(
-                batches, names, self.records, str(path), offset.get("at", 0), 0, size
-            )
+        from pyarrow import csv
+
+        separator = "\t" if suffix_of(path) == ".tsv" else ","
+        parsing = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        reading = csv.ReadOptions(use_threads=False, block_size=_CSV_ROW)
+        with open_stream(path) as stream, csv.open_csv(stream, reading, parsing) as reader:
+            names = reader.schema.names
+        read = self.records.read_columns or names
+        columns = [*dict.fromkeys(name for name in names if name in read)]
+        texts = csv.ConvertOptions(
+            column_types=dict.fromkeys(columns, pa.string()), include_columns=columns
+        )
+        at = offset.get("at", 0)
+        with open_stream(path) as stream, csv.open_csv(stream, reading, parsing, texts) as batches:
+            yield from _table_chunks(batches, names, self.records, str(path), at, 0, size)
 
     def _parquet_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of rows. Row groups before `offset` are not read."""
@@ -527,40 +495,6 @@ def _has_array(path: Path) -> bool:
     """Return True if a file begins with a JSON array."""
     with open_stream(path) as stream:
         return stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
-    """Yield the rows of the CSV or TSV file `path`, without blank lines.
-
-    Raises InputError for a row with another number of fields than the first row, and for a quoted
-    field that does not end. Without these checks, a stray quote before a field would merge rows.
-    """
-    csv.field_size_limit(_MOST_FIELD)
-    rows = csv.reader(
-        io.TextIOWrapper(stream, "utf-8-sig", newline=""),
-        delimiter="\t" if suffix_of(path) == ".tsv" else ",",
-        strict=True,
-    )
-    fields = 0
-    # Number of the line on which the next row begins.
-    line = 1
-    try:
-        for row in rows:
-            fields = fields or len(row)
-            if len(row) not in (0, fields):
-                raise csv.Error(f"{len(row)} fields, but the first row has {fields}")
-            if row:
-                yield row
-            line = rows.line_num + 1
-    except UnicodeDecodeError as error:
-        # This raises an error with the remedy.
-        decoded(error.object)
-    except csv.Error as error:
-        raise InputError(
-            f"{path}:{line}: the row that begins on this line cannot be read: {error}. Write a "
-            "field with quotes, separators or line breaks in double quotes, and double the quotes "
-            "inside it; or convert the file to JSONL or Parquet"
-        ) from None
 
 
 def _table_chunks(

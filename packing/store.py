@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,7 +25,7 @@ from packing.arrow import (
 )
 from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, evenly, splitmix64
-from packing.settings import SOURCE_NAME, DataSettings, matching_files
+from packing.settings import SOURCE_NAME, DataSettings, files_of
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
@@ -82,16 +81,9 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
     name = str(validation.source)
-    is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
+    is_remote = not (Path(name).exists() or files_of(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    # `open_source` compares this source with `validation`, which is the training text here: the
-    # source of a mixture at the same path.
-    path = os.path.realpath(name)
-    trained = next(
-        (part for part in settings.sources or () if os.path.realpath(str(part.source)) == path),
-        settings,
-    )
-    return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=trained)
+    return settings.part(validation, packs, held_out=0.0, streaming=streaming)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:

@@ -162,7 +162,7 @@ TEXTS = [
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
-    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
+    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`data.validation`"),
     (
         DOCUMENT,
         "data.held_out=0 data.source={here} data.validation.source={here}/text.jsonl",

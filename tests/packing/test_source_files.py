@@ -1,4 +1,4 @@
-"""The files of a source: folders, links, patterns, kinds, and splits in names."""
+"""The files of a source: folders, links, patterns and kinds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.records import TextTemplate
-from packing.settings import DataSettings, matching_files
-from packing.sources import open_source
+from packing.settings import DataSettings, files_of
+from packing.sources import open_source, refuse_common_files
 from packing.store import all_parts
 from packing.tokenizer import load_tokenizer
 from tests.packing.test_sources import open_reader, texts_of, write_corpus
@@ -106,7 +106,7 @@ def test_a_pattern_without_links_matches_as_in_glob(
     folder = tmp_path_factory.mktemp("pattern")
     write_files(folder, *(f"{parent}/{name}" for parent, name in files))
     expected = [Path(path) for path in glob.glob(f"{folder}/{pattern}", recursive=True)]
-    assert matching_files(f"{folder}/{pattern}") == sorted(filter(Path.is_file, expected))
+    assert files_of(f"{folder}/{pattern}") == sorted(filter(Path.is_file, expected))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -138,178 +138,25 @@ def test_a_link_to_a_missing_file_is_named(tmp_path: Path) -> None:
         texts_of(tmp_path / "self.txt")
 
 
-SPLITS = {
-    "data/train-00000-of-00001.parquet": "train",
-    "validation-00000-of-00002.parquet": "validation",
-    "train/x.jsonl": "train",
-    "my-dev_1.jsonl": "validation",
-    "en/TEST.jsonl": "test",
-    "test/x.jsonl": "test",
-    "test data/x.jsonl": "test",
-    "eval/train.jsonl": "train",
-    "my_test_notes.txt": "test",
-    "latest.jsonl": "train",
-    "tests/x.jsonl": "train",
-    "contest.jsonl": "train",
-    "x.val.jsonl": "validation",
-    "corpus.jsonl": "train",
-    "data-00000-of-00003.jsonl": "train",
-    "test/data-00000-of-00003.jsonl": "test",
-    "en/my-test-00000-of-00003.jsonl": "test",
-    "en/c4-train.00000-of-01024.jsonl": "train",
-}
+def test_patterns_choose_the_files_of_splits(tmp_path: Path) -> None:
+    write_files(tmp_path, "train-0.jsonl", "train-1.jsonl", "test-0.jsonl")
 
-
-@pytest.mark.parametrize(("name", "split"), SPLITS.items())
-def test_a_split_is_read_from_names_as_in_datasets(name: str, split: str, tmp_path: Path) -> None:
-    others = {"train": "1.jsonl", "validation": "dev.jsonl", "test": "test.jsonl"}
-    kind = Path(name).suffix
-    others = {other: f"z/{path.replace('.jsonl', kind)}" for other, path in others.items()}
-    for path in (name, *others.values()):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("x")
-    for choice, path in others.items():
-        expected = {path, name} if choice == split else {path}
-        source = open_reader(tmp_path, split=choice)
-        if choice == "train" and kind == ".txt":
-            continue
-        assert {str(file.relative_to(tmp_path)) for file in source.paths} == expected
-
-
-SYNONYMS = {"training": "train", "testing": "test", "eval": "test", "evaluation": "test"}
-SYNONYMS |= dict.fromkeys(["valid", "dev", "val"], "validation")
-# The last five words are no words for splits.
-WORDS = ["train", "training", "validation", "valid", "dev", "val", "test", "testing", "eval"]
-WORDS += ["evaluation", "latest", "tests", "contest", "trains", "devel"]
-
-
-@given(
-    st.tuples(
-        st.sampled_from(["", "data/", "x/y/"]),
-        st.sampled_from(["", "my", "c4", "9", "é"]),
-        st.sampled_from(["", "-", "_", ".", " ", "+"]),
-        st.sampled_from(WORDS),
-        st.sampled_from(["", "-1", "_sft", ".0", " b", "+", "3", "-00000-of-00002"]),
-        st.sampled_from(["", "/x", "/train"]),
-    )
-)
-@settings(max_examples=15)
-def test_words_for_splits_are_those_of_datasets(
-    tmp_path_factory: pytest.TempPathFactory, parts: tuple[str, ...]
-) -> None:
-    from datasets.data_files import get_data_patterns  # slow to import
-
-    name = f"{''.join(parts)}.jsonl"
-    # Hidden files are not read. In `datasets`, any name before the number of a shard is a split.
-    is_split = parts[3] in WORDS[:10] and not parts[1] + parts[2]
-    assume("/." not in f"/{name}" and (is_split or "-of-" not in name))
-    root = tmp_path_factory.mktemp("splits")
-    write_files(root, name)
-    try:
-        split = str(next(iter(get_data_patterns(str(root)))))
-    except ValueError:  # a name that cannot be a split, such as "my-test"
-        return
-    # In `datasets`, words in names of folders come before those in names of files.
-    split = "train" if parts[-1] == "/train" else split
-    # In `datasets`, the split of data/dev-00000-of-00002 is dev, and that of dev.jsonl validation.
-    split = SYNONYMS.get(split, split)
-    write_files(root, "z/train-0.jsonl", "z/test-0.jsonl")
-    assert name in texts_of(root, split=split)
-
-
-def test_a_folder_with_several_splits_reads_train(tmp_path: Path) -> None:
-    splits = ("train", "train_1M", "test_sft")
-    shards = [f"data/{split}-00000-of-00001.jsonl" for split in splits]
-    write_files(tmp_path, *shards, "README.md")
-    description = open_reader(tmp_path).description
-    assert "\nfiles by split: 1 test_sft, 1 train, 1 train_1M; files read: 1" in description
-    assert texts_of(tmp_path) == shards[:1]
-    for split, shard in zip(splits, shards, strict=True):
-        assert texts_of(tmp_path, split=split) == [shard]
-        assert texts_of(tmp_path / shard) == [shard]
-    # A pattern is read completely.
-    assert len(texts_of(tmp_path / "**" / "*.jsonl")) == 3
-    assert texts_of(tmp_path / "data" / "t*", split="test_sft") == [shards[2]]
-    with pytest.raises(
-        InputError, match=r"data.split: dev: .* no jsonl file .*: 1 test_sft, 1 tra"
-    ):
-        open_reader(tmp_path, split="dev")
-    (tmp_path / shards[0]).unlink()
-    with pytest.raises(InputError, match=r"data.split: train: .* 1 test_sft, 1 train_1M; set"):
-        open_reader(tmp_path)
-
-
-def test_a_folder_without_train_needs_a_split_if_it_has_several(tmp_path: Path) -> None:
-    write_files(tmp_path, "test-0.jsonl", "test-1.jsonl")
-    assert len(texts_of(tmp_path)) == 2
-    write_files(tmp_path, "validation.jsonl")
-    with pytest.raises(InputError, match=r"data.split: train: .* but: 2 test, 1 validation; set"):
-        open_reader(tmp_path)
-    assert texts_of(tmp_path, split="validation") == ["validation.jsonl"]
-
-
-def test_only_texts_with_names_of_splits_are_divided(tmp_path: Path) -> None:
-    write_files(tmp_path, "train.txt", "valid.txt", "test.txt")
-    (tmp_path / "README.md").write_text("about")
-    assert texts_of(tmp_path) == ["about", "train.txt"]
-    write_files(tmp_path, "model/a.txt", "model/b.txt", "model/layers.txt")
-    assert len(texts_of(tmp_path)) == 7
-    assert (
-        "files by split: 1 test, 5 train, 1 validation; files read: 7"
-        in open_reader(tmp_path).description
-    )
-    assert texts_of(tmp_path, split="test") == ["test.txt"]
-    (tmp_path / "train.txt").unlink()
-    (tmp_path / "valid.txt").write_text("x" * 1000)
-    assert len(texts_of(tmp_path)) == 6
-
-
-def test_sources_and_validation_choose_their_splits(tmp_path: Path) -> None:
-    write_files(
-        tmp_path, "a/train.jsonl", "a/test.jsonl", "b/train.jsonl", "b/dev.jsonl", "c.jsonl"
-    )
-
-    def texts(**values: Any) -> list[list[str]]:
+    def names(**values: Any) -> list[list[str]]:
         settings = DataSettings(packs="p", tokenizer="t", **values)
-        template = TextTemplate.parse("text")
-        sources = [open_source(part, template) for part in all_parts(settings)]
-        return [[str(path.relative_to(tmp_path)) for path in source.paths] for source in sources]
-
-    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c.jsonl"))
-    assert texts(source=a, validation={"split": "test"}) == [["a/train.jsonl"], ["a/test.jsonl"]]
-    assert texts(source=a, split="test", validation={"split": "train"}) == [
-        ["a/test.jsonl"],
-        ["a/train.jsonl"],
-    ]
-    sources = [{"source": source, "weight": 1} for source in (a, c)]
-    assert texts(sources=sources, split="test") == [["a/test.jsonl"], ["c.jsonl"]]
-    sources = [{"source": a, "weight": 1}, {"source": b, "weight": 1, "split": "validation"}]
-    assert texts(sources=sources) == [["a/train.jsonl"], ["b/dev.jsonl"]]
-
-
-@pytest.mark.parametrize("source", ["", "*"])
-def test_no_file_is_trained_on_and_evaluated(source: str, tmp_path: Path) -> None:
-    """Without `validation`, all of these files are read."""
-    write_files(tmp_path, "a.txt", "b.txt", "test.txt")
-    folder = os.path.join(tmp_path, source)
-
-    def texts(**values: Any) -> list[list[str]]:
-        settings = DataSettings(packs="p", tokenizer="t", **values)
+        refuse_common_files(settings)
         template = TextTemplate.parse("text")
         sources = [open_source(part, template) for part in all_parts(settings)]
         return [[path.name for path in source.paths] for source in sources]
 
-    assert texts(source=folder) == [["a.txt", "b.txt", "test.txt"]]
-    divided = [["a.txt", "b.txt"], ["test.txt"]]
-    assert texts(source=folder, validation={"split": "test"}) == divided
-    assert texts(source=folder, split="test", validation={"split": "train"}) == divided[::-1]
-    same = {"source": f"{tmp_path}/../{tmp_path.name}/{source}", "split": "test"}
-    mixture = {"source": folder, "weight": 1, "name": "x"}
-    assert texts(sources=[mixture], validation=same) == divided
-    assert (
-        texts(sources=[mixture | {"split": "test"}], validation={"source": folder})
-        == (divided[::-1])
-    )
+    train, test = (f"{tmp_path}/{split}*" for split in ("train", "test"))
+    assert len(names(source=str(tmp_path))[0]) == 3
+    expected = [["train-0.jsonl", "train-1.jsonl"], ["test-0.jsonl"]]
+    assert names(source=train, validation={"source": test}) == expected
+    mixture = {"source": train, "weight": 1, "name": "x"}
+    assert names(sources=[mixture], validation={"source": test}) == expected
+    for more in ({"split": "test"}, {"validation": {"split": "test"}}):
+        with pytest.raises(InputError, match=r"data.split: .* as jsonl.*by a pattern as data.so"):
+            names(source=train, **more)
 
 
 def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
@@ -317,33 +164,35 @@ def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
 
     def validate(training: str, validation: str) -> None:
-        DataSettings(
-            packs="p",
-            tokenizer="t",
-            source=str(tmp_path / training),
-            validation={"source": str(tmp_path / validation)},
+        refuse_common_files(
+            DataSettings(
+                packs="p",
+                tokenizer="t",
+                source=str(tmp_path / training),
+                validation={"source": str(tmp_path / validation)},
+            )
         )
 
     validate("a*.txt", "b*.txt")
     validate("a1.txt", "[b]1.txt")
     for pair in (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", "")):
-        with pytest.raises(ValueError, match="is also used for training"):
+        with pytest.raises(InputError, match="is also used for training"):
             validate(*pair)
 
 
-def test_splits_of_the_same_files_need_the_same_pattern(tmp_path: Path) -> None:
-    """With another pattern, training would read the files of all splits."""
-    for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}')
+def test_splits_of_a_saved_dataset_have_no_common_files(tmp_path: Path) -> None:
+    write_files(tmp_path, "dataset_dict.json", "train/data.txt", "test/data.txt")
 
-    def validate(pattern: str) -> None:
-        validation = {"source": f"{tmp_path}/{pattern}", "split": "test"}
-        source = f"{tmp_path}/*.jsonl"
-        DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
+    def validate(**validation: str) -> None:
+        source = str(tmp_path)
+        refuse_common_files(
+            DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
+        )
 
-    validate("*.jsonl")
-    with pytest.raises(ValueError, match="is also used for training"):
-        validate("t*.jsonl")
+    validate(split="test")
+    validate(source=str(tmp_path / "test"))
+    with pytest.raises(InputError, match="is also used for training"):
+        validate(split="train")
 
 
 def test_a_similar_name_is_suggested_before_the_hub(
