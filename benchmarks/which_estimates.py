@@ -34,8 +34,8 @@ from lab.compare.differences import (
     MOST_ESTIMATED_SEEDS,
     LossDifference,
 )
+from lab.experiments.protocol import MOST_SEEDS, Protocol
 from lab.experiments.verdicts import loss_slope, tokens_for
-from lab.experiments.which_plan import MOST_SEEDS, WhichPlan
 from pretrain.metrics.run_record import RunRecord
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.settings.config import load_recipe
@@ -153,7 +153,7 @@ def share_of_extra_tokens(
     rates = [learning_rate(step, recipe.schedule, recipe.optimizer, steps) for step in range(steps)]
     power_law = SLOPE / exponent * ((numbers / steps) ** -exponent - 1)
     losses = LOSS + power_law + floor * np.array(rates) / recipe.optimizer.learning_rate
-    plan = WhichPlan(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, steps, steps // 5)
+    protocol = Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, steps, steps // 5)
 
     def slope() -> float:
         noisy = losses + draw.normal(0, NOISE, steps)
@@ -162,7 +162,8 @@ def share_of_extra_tokens(
         return loss_slope(RunRecord(Path(), recipe.model_dump(), {}, metrics, {}))
 
     extra_tokens = [
-        tokens_for(plan, COST, np.mean([slope() for _ in range(SEEDS)])) - 1 for _ in range(answers)
+        tokens_for(protocol, COST, np.mean([slope() for _ in range(SEEDS)])) - 1
+        for _ in range(answers)
     ]
     true_extra_tokens = (1 - exponent * COST / SLOPE) ** (-1 / exponent) - 1
     return float(np.mean(extra_tokens) / true_extra_tokens)

@@ -41,7 +41,7 @@ from lab.compare.differences import (
     error_of,
     verdict_from,
 )
-from lab.experiments.which_plan import WhichPlan
+from lab.experiments.protocol import Protocol
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
@@ -231,7 +231,7 @@ def rows_of_which(study: Study) -> Iterator[Row]:
     content = json.loads((LOSSES / name).read_text("utf-8"))
     content = content[part] if part else content
     answered = content.get("verdict", content)
-    error = WhichPlan(**answered["protocol"]).error
+    error = Protocol(**answered["protocol"]).error
     options = commands.read("which", shlex.split(content["command"].partition(" (")[0])[4:])
     recipe = load_recipe(DOCS.parent / (study.recipe or options.recipe), options.overrides)
     parameters = ModelFlops.of(build_on_meta(load_config(recipe.model))).parameters

@@ -32,7 +32,7 @@ from lab.compare.differences import (
     Sample,
 )
 from lab.compare.fairness import recipe_of
-from lab.experiments.which_plan import MOST_SEEDS, Round, Rounds, WhichPlan
+from lab.experiments.protocol import MOST_SEEDS, Protocol, Round, Rounds
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
@@ -56,7 +56,7 @@ class Verdict:
     # Name of the candidate.
     name: str
     # Held-out loss of the candidate minus the baseline's. The candidates are evaluated in BF16, or
-    # in the precision `served` of the plan.
+    # in the precision `served` of the protocol.
     held_out: LossDifference | None = None
     # Training loss at the end of the candidate's run, in the candidate's precision, minus the
     # baseline's training loss.
@@ -119,8 +119,8 @@ def verdicts_after(rounds: Rounds) -> list[Verdict]:
 
     Among the eligible candidates, the candidate with the largest gain at equal loss is recommended.
     """
-    plan = rounds.plan
-    verdicts = [verdict_of(plan, rounds.runs, name) for name in plan.candidates]
+    protocol = rounds.protocol
+    verdicts = [verdict_of(protocol, rounds.runs, name) for name in protocol.candidates]
     # The next rounds train all open candidates.
     open_candidates = [verdict.name for verdict in verdicts if verdict.is_open]
     seconds_of_round = rounds.seconds(open_candidates)
@@ -131,7 +131,7 @@ def verdicts_after(rounds: Rounds) -> list[Verdict]:
     eligible = [verdict for verdict in verdicts if verdict.is_eligible]
     best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
     for verdict in verdicts:
-        verdict.advice = advice_on(verdict, best, plan.base)
+        verdict.advice = advice_on(verdict, best, protocol.base)
     return verdicts
 
 
@@ -172,24 +172,24 @@ def _advice_on_open(verdict: Verdict) -> str:
     return f"about {more} ({enough})" if has_estimate else f"needs at least {more}"
 
 
-def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
+def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdict:
     """Return the verdict of the candidate or baseline `name` after `rounds`, without advice."""
-    pairs = [(runs[plan.base], runs[name]) for runs in rounds if name in runs]
+    pairs = [(runs[protocol.base], runs[name]) for runs in rounds if name in runs]
     if not pairs:
         return Verdict(name)
     failures = [run.failure for _, run in pairs if run.failure]
     if failures:
         return Verdict(name, word=f"broke off: {failures[0]}")
-    held_out = _difference(pairs, "served_loss" if plan.served else "held_out_loss")
+    held_out = _difference(pairs, "served_loss" if protocol.served else "held_out_loss")
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY))
-    verdict.word = held_out.verdict(plan.margin, plan.error)
+    verdict.word = held_out.verdict(protocol.margin, protocol.error)
     if verdict.is_open:
-        verdict.enough_seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
+        verdict.enough_seeds = held_out.seeds_for_verdict(protocol.margin, protocol.error)
     slope = Sample({run.config["seed"]: loss_slope(run) for run, _ in pairs})
-    slopes = slope.interval(plan.error)
+    slopes = slope.interval(protocol.error)
     clearly_falls = slopes is not None and slopes[1] < 0
     if clearly_falls:
-        verdict.tokens = tokens_for(plan, held_out.mean, slope.mean)
+        verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
     speedup = _speedup(pairs)
     if speedup:
         speeds = [run.summary["tokens_per_second"] for _, run in pairs]
@@ -197,12 +197,12 @@ def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
         verdict.speedup = speedup.mean
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         if clearly_falls and verdict.word != CANNOT_TELL:
-            verdict.gain_interval = gain_interval(plan, held_out, slope, speedup)
+            verdict.gain_interval = gain_interval(protocol, held_out, slope, speedup)
     return verdict
 
 
 def gain_interval(
-    plan: WhichPlan, loss: Sample, slope: Sample, speedup: Sample
+    protocol: Protocol, loss: Sample, slope: Sample, speedup: Sample
 ) -> list[float] | None:
     """Return the lower and upper end of the interval of the gain at equal loss.
 
@@ -210,23 +210,23 @@ def gain_interval(
     of the loss and the slope. Return None if one of the three intervals is unbounded.
 
     Args:
-        plan: The plan.
+        protocol: The protocol.
         loss: Loss of the candidate minus the baseline's loss.
         slope: Slope of the baseline's loss (`loss_slope`). Its interval must be negative.
         speedup: Speed of the candidate divided by the baseline's speed.
     """
-    losses = loss.interval(plan.error)
-    slopes = slope.interval(plan.error)
-    speedups = speedup.interval(plan.error)
+    losses = loss.interval(protocol.error)
+    slopes = slope.interval(protocol.error)
+    speedups = speedup.interval(protocol.error)
     if losses is None or slopes is None or speedups is None:
         return None
     return [
-        max(0.0, speedups[0]) / max(tokens_for(plan, losses[1], slope) for slope in slopes),
-        speedups[1] / min(tokens_for(plan, losses[0], slope) for slope in slopes),
+        max(0.0, speedups[0]) / max(tokens_for(protocol, losses[1], slope) for slope in slopes),
+        speedups[1] / min(tokens_for(protocol, losses[0], slope) for slope in slopes),
     ]
 
 
-def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
+def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:
     """Return the growth factor of the training tokens that lowers the loss by `loss`.
 
     If all runs branch from the checkpoint of another run, only the tokens after that checkpoint are
@@ -234,17 +234,17 @@ def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
     by it.
 
     Args:
-        plan: The plan, which has the number of steps.
+        protocol: The protocol, which has the number of steps.
         loss: Loss of a candidate minus the baseline's loss, in nats per token. If it is negative,
             the factor is 1 for a precision, which is assumed not to lower the true loss. The factor
             is below 1 for other candidates, and if the models are evaluated as served.
         slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
     """
-    lowest = -MOST_FOLD if plan.served or plan.settings else 0.0
+    lowest = -MOST_FOLD if protocol.served or protocol.settings else 0.0
     total_factor = math.exp(min(max(lowest, loss / -slope), MOST_FOLD))
-    before = plan.trunk if plan.begin_with else 0
+    before = protocol.trunk if protocol.begin_with else 0
     # A model that is better than the checkpoint predicts no number of tokens below one step.
-    return max(1.0, total_factor * plan.steps - before) / (plan.steps - before)
+    return max(1.0, total_factor * protocol.steps - before) / (protocol.steps - before)
 
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossDifference:

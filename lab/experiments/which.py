@@ -1,8 +1,8 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-`WHICH` in `pretrain.settings.commands` describes the method and the result. This module has the
-steps of the command. First it writes the plan, which fixes the settings and the length of the runs.
-Then it trains the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
+`WHICH` in `pretrain.settings.commands` describes the method and the result. The command runs two
+matrices: first the trials, whose speeds determine the length of the runs, and then the rounds. The
+protocol is written between them. After each round, `verdicts` judges the candidates.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.
@@ -11,33 +11,30 @@ and 128 plus the number of the signal if a signal stopped the command.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import statistics
 import time
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
 
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object, load_yaml
 from foundation.settings import last_steps, parse
-from foundation.units import duration
-from lab.compare.differences import error_of, fewest_seeds
+from foundation.units import duration, plural
+from lab.compare.differences import fewest_seeds
 from lab.compare.fairness import in_words
-from lab.experiments.matrix_file import Cell, Matrix, MatrixSettings, Values, make_matrix
+from lab.experiments.matrix_file import Matrix, MatrixSettings, Values, make_matrix
 from lab.experiments.matrix_run import say, wait_for_earlier_start
+from lab.experiments.protocol import MOST_SEEDS, Protocol, Rounds
 from lab.experiments.verdicts import verdicts_after
 from lab.experiments.which_answer import VERDICT_FILE, write_answer
-from lab.experiments.which_plan import MOST_SEEDS, Rounds, WhichPlan
+from lab.experiments.which_length import allowed_steps, fit_steps, with_steps
 from lab.experiments.which_trainings import (
     DEFAULT_SETTINGS,
     HEAD,
@@ -49,29 +46,16 @@ from lab.experiments.which_trainings import (
     seconds_of,
     train,
 )
-from packing.arrow import Packs
-from packing.order import MixedPacks, Mixture
-from packing.prepare import prepare
-from packing.store import open_packs
-from packing.stream import StreamedPacks
 from pretrain.launch.launcher import count_gpus, find_configuration
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS
 from pretrain.optimizer.schedule import learning_rate
-from pretrain.plan.checks import steps_of
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS, phases_of
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides, resolved
 from pretrain.settings.recipe import Recipe
 
-# Share of the steps after which candidates branch from the baseline.
-TRUNK = 0.2
-# Seconds that a run of a small model usually takes for its start, and for each step. The command
-# estimates the total time from these values before it runs the trials. Larger models take longer.
-USUAL_ON_CPU = (2.0, 0.02)
-USUAL_ON_GPU = (10.0, 0.1)
-# File with the plan, in the folder of the runs.
-PLAN_FILE = "which.json"
+# File with the protocol, in the folder of the runs.
+PROTOCOL_FILE = "which.json"
 # Keys that the user cannot override, because this command sets them, with the options for them.
 RESERVED = {
     "precision": "--precisions",
@@ -109,6 +93,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError for a mistake in the arguments.
     """
+    deadline = time.monotonic() + options.hours * 3600
     accelerate = find_configuration(options.config or ("bf16" if count_gpus() else "cpu"))
     recipe = checked_recipe(options)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
@@ -121,20 +106,14 @@ def main(options: argparse.Namespace) -> int:
         options.gpus,
         read_candidates(options, accelerate) if options.candidates else {},
     )
-    deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder, remedy="set another --run_dir"):
         wait_for_earlier_start(sorted(folder.glob("*/*.log")))
-        plan = load_plan(trainings, options)
-        if plan is None:
-            plan = new_plan(trainings, options, deadline)
-        rounds = Rounds(plan, trainings.trial([plan.base]).slots or 1)
+        protocol = stored_protocol(trainings, options)
+        if protocol is None:
+            protocol = new_protocol(trainings, options, deadline)
+        rounds = Rounds(protocol, trainings.trials([protocol.base]).slots or 1)
         announce(rounds, options.hours)
-        read_ended_rounds(trainings, rounds)
-        if rounds.runs:
-            say(f"\n{write_answer(trainings, rounds)}")
-        while matrix := next_rounds(trainings, rounds, deadline - time.monotonic()):
-            train_rounds(rounds, matrix)
-            say(f"\n{write_answer(trainings, rounds)}")
+        run_rounds(trainings, rounds, deadline)
     say(f"\nWritten: {folder / VERDICT_FILE}")
     return 1 if any(verdict.is_open for verdict in verdicts_after(rounds)) else 0
 
@@ -144,9 +123,8 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
 
     Raises InputError if the recipe or an option is invalid. No check needs the packs or a GPU.
     """
-    recipe = load_recipe(
-        options.recipe, [*options.overrides, f"evaluate.served={options.served or 'null'}"]
-    )
+    served = f"evaluate.served={options.served or 'null'}"
+    recipe = load_recipe(options.recipe, [*options.overrides, served])
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     names = options.precisions or list(PRECISIONS)
@@ -155,25 +133,17 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
     if unknown or len(names) < 2 or len(set(names)) < len(names):
         raise InputError(
             f"--precisions {','.join(names)}: set at least two different precisions; choose them "
-            f"from {', '.join(PRECISIONS)}"
-            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            f"from {', '.join(PRECISIONS)}; unknown: {', '.join(unknown) or 'none'}"
         )
-    if reserved := sorted(RESERVED.keys() & dict(parse_overrides(options.overrides)).keys()):
-        raise InputError(
-            f"command line: `{reserved[0]}` is set by this command; remove it, or set "
-            f"{RESERVED[reserved[0]]}"
-        )
+    for key, _ in parse_overrides(options.overrides):
+        if key in RESERVED:
+            raise InputError(
+                f"command line: `{key}` is set by this command; remove it, or set {RESERVED[key]}"
+            )
     if options.seeds > MOST_SEEDS:
         raise InputError(
             f"--seeds {options.seeds}: a candidate is trained with at most {MOST_SEEDS} seeds; set "
             f"--seeds {MOST_SEEDS} or fewer"
-        )
-    minimum = least_steps(step_of_checkpoint(options.begin_with))
-    steps = recipe.train.steps if options.steps is None else options.steps
-    if steps is not None and steps < minimum:
-        raise InputError(
-            f"--steps, or else `train.steps` in the recipe, sets {steps} steps per run, but "
-            f"{minimum} is the minimum; set --steps {minimum} or more"
         )
     return recipe
 
@@ -184,94 +154,105 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
     Raises InputError if a setting is wrong, or not allowed for a candidate. `accelerate` is the
     path of the Accelerate configuration.
     """
-    served = {"evaluate.served": options.served} if options.served else {}
+    file = str(options.candidates)
+    if options.precisions:
+        raise InputError(f"{file}: the candidates are named twice; remove --precisions")
+    common: Values = {"evaluate.served": options.served, "evaluate.merge": 1}
+    if options.steps:
+        common["train.steps"] = options.steps
     content = {
         "name": "which",
         "recipe": options.recipe,
         "accelerate": accelerate,
-        "overrides": {"evaluate.served": options.served, "evaluate.merge": 1}
-        | ({"train.steps": options.steps} if options.steps else {}),
+        "overrides": common,
         "cells": load_yaml(options.candidates),
     }
-    file = str(options.candidates)
     matrix = make_matrix(file, parse(MatrixSettings, content, file), options.overrides)
-    of_recipe = {
-        key
-        for cell in matrix.cells
-        for key in cell.values
-        if key in DEFAULT_SETTINGS
-        or not key.startswith(KEYS_OF_CANDIDATES)
-        # With --served, all models are quantized alike.
-        or (options.served and key.startswith("fp8_config.keep_bf16"))
-    }
-    mistakes = {
-        "the candidates are named twice; remove --precisions": options.precisions,
-        "at least two candidates are needed, the baseline first": len(matrix.cells) < 2,
-        f"candidates cannot set `{', '.join(sorted(of_recipe))}`; set it in the recipe": of_recipe,
-        "`checkpoint.every` counts steps, so `evaluate.merge` needs --steps": (
-            not options.steps and any(cell.recipe.evaluate.merge > 1 for cell in matrix.cells)
-        ),
-        f"`evaluate.merge`: {matrix.baseline.name} cannot have it, because it is the baseline": (
-            matrix.baseline.recipe.evaluate.merge > 1
-        ),
-    }
-    if mistake := next((text for text, is_made in mistakes.items() if is_made), None):
-        raise InputError(f"{file}: {mistake}")
+    if len(matrix.cells) < 2:
+        raise InputError(f"{file}: at least two candidates are needed, the baseline first")
+    keys = {key for cell in matrix.cells for key in cell.values}
+    of_recipe = {key for key in keys if not key.startswith(KEYS_OF_CANDIDATES)}
+    of_recipe |= keys & DEFAULT_SETTINGS.keys() - {"evaluate.merge"}
+    if options.served:
+        # All models are quantized alike.
+        of_recipe |= {key for key in keys if key.startswith("fp8_config.keep_bf16")}
+    if of_recipe:
+        raise InputError(
+            f"{file}: candidates cannot set `{', '.join(sorted(of_recipe))}`; set it in the recipe"
+        )
+    merging = [cell for cell in matrix.cells if cell.recipe.evaluate.merge > 1]
+    if matrix.baseline in merging or (merging and not options.steps):
+        raise InputError(
+            f"{file}: `evaluate.merge` averages checkpoints after `checkpoint.every` steps, so it "
+            "needs --steps, and the baseline cannot have it"
+        )
+    served = {"evaluate.served": options.served} if options.served else {}
     return {
         cell.name: {"precision": resolved(cell.recipe)["precision"]} | cell.values | served
         for cell in matrix.cells
     }
 
 
-# ── The plan ──────────────────────────────────────────────────────────────────────────────────────
+# ── The protocol ──────────────────────────────────────────────────────────────────────────────────
 
 
-def load_plan(trainings: WhichTrainings, options: argparse.Namespace) -> WhichPlan | None:
-    """Read the plan from the folder of the runs. Return None if there is no plan yet.
+def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> Protocol | None:
+    """Read the protocol from the folder of the runs. Return None if there is none yet.
 
-    Raises InputError if the options differ from the plan, or if the settings of the recipe
-    differ from the settings of the trials. Otherwise a user could change the margin after seeing
-    the results, and the verdicts would be worthless.
+    Raises InputError if the options differ from the protocol. Otherwise a user could change the
+    margin after seeing the results, and the verdicts would be worthless.
     """
-    file = trainings.folder / PLAN_FILE
+    file = trainings.folder / PROTOCOL_FILE
     if not file.exists():
         if (trainings.folder / VERDICT_FILE).exists():
             raise InputError(
-                f"{trainings.folder}: has {VERDICT_FILE}, but no {PLAN_FILE}; use another --run_dir"
+                f"{trainings.folder}: has {VERDICT_FILE}, but no {PROTOCOL_FILE}; use another "
+                "--run_dir"
             )
         return None
-    plan = WhichPlan(**load_object(file, "use another --run_dir"))
-    requested = {
-        "begin_with": options.begin_with,
-        "margin": options.margin / 100,
-        "seeds": options.seeds,
-        "precisions": options.precisions or list(trainings.candidates) or plan.precisions,
-        "steps": options.steps or plan.steps,
-        "served": options.served,
-        "settings": trainings.candidates,
-    }
-    trial = trainings.trial([plan.base]).baseline
-    differences: dict[str, tuple[Any, Any]] = {
-        key: (value, getattr(plan, key))
-        for key, value in requested.items()
-        if value != getattr(plan, key)
-    } | {
-        # Another version of the command may set its own keys of trials to other values.
-        key: values
-        for key, values in trial.differences.items()
-        if key not in trial.values
-    }
+    stored = Protocol(**load_object(file, "use another --run_dir"))
+    names = options.precisions or list(trainings.candidates) or stored.precisions
+    now = asdict(requested_protocol(trainings, options, names))
+    before = asdict(stored)
+    fixed = ["begin_with", "margin", "precisions", "seeds", "served", "settings"]
+    if options.steps:
+        fixed.append("steps")
+    differences = {key: (now[key], before[key]) for key in fixed if now[key] != before[key]}
     if differences:
         raise InputError(
             f"{file}: this command was started with other settings before (current value and "
             f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
             "another --run_dir"
         )
-    return plan
+    return stored
 
 
-def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: float) -> WhichPlan:
-    """Run the trials, compute the length of the runs, and write the plan.
+def requested_protocol(
+    trainings: WhichTrainings, options: argparse.Namespace, names: list[str]
+) -> Protocol:
+    """Return the protocol of the command line before the trials, with no speeds.
+
+    `names` are the names of the baseline and the candidates. The number of steps is 0 if --steps is
+    not set.
+    """
+    return Protocol(
+        begin_with=options.begin_with,
+        margin=options.margin / 100,
+        precisions=names,
+        seconds=dict.fromkeys(names, 0.0),
+        start=0.0,
+        seeds=options.seeds,
+        steps=options.steps or 0,
+        trunk=0,
+        served=options.served,
+        settings=dict(trainings.candidates),
+    )
+
+
+def new_protocol(
+    trainings: WhichTrainings, options: argparse.Namespace, deadline: float
+) -> Protocol:
+    """Run the trials, compute the length of the runs, and write the protocol.
 
     Raises InputError if `options.seeds` is too small, if the baseline or all candidates fail in the
     trials, or if the runs would be too short.
@@ -281,101 +262,88 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         options: The command line.
         deadline: Value of time.monotonic() at which --hours are over.
     """
-    names = (
-        options.precisions
-        or list(trainings.candidates)
-        or default_candidates(trainings.recipe.weights)
-    )
-    minimum = fewest_seeds(error_of(len(names) - 1))
+    recipe = trainings.recipe
+    names = options.precisions or list(trainings.candidates) or default_candidates(recipe.weights)
+    protocol = requested_protocol(trainings, options, names)
+    minimum = fewest_seeds(protocol.error)
     if options.seeds < minimum:
         raise InputError(
             f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
             f"{minimum} seeds; set --seeds {minimum} or more"
         )
-    matrix = trainings.trial(names)
-    start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
-    plan = WhichPlan(
-        begin_with=options.begin_with,
-        margin=options.margin / 100,
-        precisions=names,
-        seconds=dict.fromkeys(map(candidate_of, matrix.cells), per_step),
-        start=start,
-        seeds=options.seeds,
-        steps=0,
-        trunk=0,
-        served=options.served,
-        settings=dict(trainings.candidates),
+    allowed = allowed_steps(options, recipe)
+    trials = trainings.trials(names)
+    # Speeds of candidates that the recipe does not allow are not measured.
+    protocol = replace(protocol, seconds=dict.fromkeys(map(candidate_of, trials.cells), 0.0))
+    try:
+        check_branches(trainings, with_steps(protocol, allowed[-1]))
+    except InputError:
+        # A phase that ends after a number of steps may be too early only for long runs.
+        check_branches(trainings, with_steps(protocol, allowed[0]))
+    seconds, start = measure(trainings, trials)
+    protocol = fit_steps(
+        replace(protocol, seconds=seconds, start=start),
+        allowed,
+        at_once=trials.slots or 1,
+        hours=options.hours,
+        seconds_left=deadline - time.monotonic(),
     )
-    trials = math.ceil(len(matrix.cells) / matrix.at_once) * (start + TRIAL_STEPS * per_step)
-    fit = partial(
-        fit_steps,
-        options=options,
-        recipe=trainings.recipe,
-        in_an_epoch=steps_in_an_epoch(trainings.recipe),
-        at_once=matrix.slots or 1,
-    )
-    # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
-    # is not, `fit` raises InputError.
-    usual = fit(plan, seconds_left=deadline - time.monotonic() - trials)
-    check_branches(trainings, usual)
-    say(
-        f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
-        f"{', '.join(plan.seconds)}"
-    )
-    for cell in matrix.cells:
+    check_branches(trainings, protocol)
+    write_json(trainings.folder / PROTOCOL_FILE, asdict(protocol))
+    return protocol
+
+
+def measure(trainings: WhichTrainings, trials: Matrix) -> tuple[dict[str, float], float]:
+    """Run the trials. Return the seconds of a step in each precision, and those of a start.
+
+    Raises InputError if the baseline or all candidates fail.
+    """
+    names = ", ".join(map(candidate_of, trials.cells))
+    say(f"trials of {TRIAL_STEPS} steps: {names}")
+    for cell in trials.cells:
         # Delete a trial that was run with other settings, so that it runs again. No result depends
-        # on the deleted trial, because no plan has been written yet.
+        # on the deleted trial, because no protocol has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    train(matrix, may_fail=True)
-    for cell in matrix.cells:
-        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
-    runs = {name: run for name, run in runs_of(matrix.cells).items() if run.is_finished}
+    train(trials, may_fail=True)
+    delete_checkpoints(trials)
+    runs = {name: run for name, run in runs_of(trials.cells).items() if run.is_finished}
     if len(runs) < 2:
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial; read the logs "
             f"in {trainings.folder}/trial, or set other precisions"
         )
-    seconds = {
-        name: trainings.recipe.batch.tokens / run.summary["tokens_per_second"]
-        for name, run in runs.items()
-    }
+    tokens = trainings.recipe.batch.tokens
+    seconds = {name: tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
     # Seconds that each trial took in addition to its steps. The lower median is used, because
     # trials that compile kernels for all later runs take longer.
     overheads = [seconds_of(run) - TRIAL_STEPS * seconds[name] for name, run in runs.items()]
-    start = max(0.0, statistics.median_low(overheads))
-    plan = fit(
-        replace(plan, seconds=seconds, start=start),
-        seconds_left=deadline - time.monotonic(),
-    )
-    # Check again, because the runs may be shorter than with the usual time of a step.
-    check_branches(trainings, plan)
-    write_json(trainings.folder / PLAN_FILE, asdict(plan))
-    return plan
+    return seconds, max(0.0, statistics.median_low(overheads))
 
 
-def check_branches(trainings: WhichTrainings, plan: WhichPlan) -> None:
+def check_branches(trainings: WhichTrainings, protocol: Protocol) -> None:
     """Check that the settings of candidates differ from the baseline's only after the branch.
 
     Raises InputError if a candidate's schedule of the learning rate differs earlier, if its first
     phase of precision ends earlier, or if the runs of a round have other invalid settings.
     """
-    rounds = trainings.rounds(plan, [trainings.recipe.seed], plan.candidates)
+    rounds = trainings.rounds(protocol, [trainings.recipe.seed], protocol.candidates)
+    baseline = rounds.baseline.recipe
     # Compare with the baseline's peak, because a candidate may have another one.
     rate = partial(
         learning_rate,
-        plan.trunk - 1,
-        optimizer=rounds.baseline.recipe.optimizer,
-        total_steps=plan.steps,
+        protocol.trunk - 1,
+        optimizer=baseline.optimizer,
+        total_steps=protocol.steps,
     )
     for cell in rounds.cells[1:]:
         untils = [until for until, _ in phases_of(cell.recipe.precision)]
-        if last_steps("precision", untils, plan.steps)[0] <= plan.trunk or rate(
-            cell.recipe.schedule
-        ) != rate(rounds.baseline.recipe.schedule):
+        first_end, *_ = last_steps("precision", untils, protocol.steps)
+        has_same_rate = rate(cell.recipe.schedule) == rate(baseline.schedule)
+        if first_end <= protocol.trunk or not has_same_rate:
             raise InputError(
-                f"cell {cell.name}: candidates continue from step {plan.trunk:,} of the baseline; "
-                "let decays of the learning rate and phases of precision begin later"
+                f"cell {cell.name}: candidates continue from step {protocol.trunk:,} of the "
+                "baseline; let decays of the learning rate and phases of precision begin later"
             )
 
 
@@ -411,143 +379,41 @@ def supported_precisions() -> list[str]:
     ]
 
 
-def fit_steps(
-    plan: WhichPlan,
-    *,
-    options: argparse.Namespace,
-    recipe: Recipe,
-    in_an_epoch: float,
-    at_once: int,
-    seconds_left: float,
-) -> WhichPlan:
-    """Return a copy of the plan with `steps` and `trunk` set.
-
-    `steps` is the length of a run, and `trunk` is the number of steps before the candidates branch.
-    If --steps is not set, a run is as long as --hours allow, but not longer than the recipe sets,
-    and not longer than one epoch. Raises InputError if such a run has too few steps, or if
-    --steps would repeat the training data.
-
-    Args:
-        plan: The plan. Its `steps` and `trunk` are ignored.
-        options: The command line.
-        recipe: The recipe.
-        in_an_epoch: Number of steps after which the first data is repeated, or infinity.
-        at_once: Number of runs that train at the same time.
-        seconds_left: Seconds that are left for all rounds.
-    """
-    trunk = step_of_checkpoint(plan.begin_with)
-
-    def with_steps(steps: int) -> WhichPlan:
-        branch_step = math.ceil(TRUNK * steps) if trunk is None else trunk
-        return replace(plan, steps=steps, trunk=branch_step)
-
-    def seconds_of_rounds(steps: int) -> float:
-        return Rounds(with_steps(steps), at_once).planned_seconds()
-
-    if options.steps:
-        if options.steps > in_an_epoch:
-            raise InputError(
-                f"--steps {options.steps}: the data is repeated after step {in_an_epoch}, and "
-                "repeated data makes the losses of two precisions look more similar than they are; "
-                f"set --steps {in_an_epoch} or fewer"
-            )
-        return with_steps(options.steps)
-    in_recipe = math.inf
-    if not recipe.train.epochs:
-        in_recipe = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    # A stream has no epoch, so it needs another upper limit.
-    longest = int(min(in_an_epoch, in_recipe, 10**9))
-    minimum = least_steps(trunk)
-    if longest < minimum:
-        raise InputError(
-            f"the recipe or its data allows only {longest} steps per run, but {minimum} is "
-            "the minimum; set a larger `train.steps` in the recipe, or use more data"
-        )
-    # Find the largest number of steps with which all rounds end within `seconds_left`.
-    steps = bisect_right(range(longest + 1), seconds_left, lo=minimum, key=seconds_of_rounds) - 1
-    if steps < minimum:
-        hours = options.hours + (seconds_of_rounds(minimum) - seconds_left) / 3600
-        # Add 5 %, because rounding to two digits may make the number of hours 5 % smaller.
-        raise InputError(
-            f"--hours {options.hours:g}: this time is too short for {plan.seeds} rounds of "
-            f"runs with {minimum} steps, which is the minimum; set --hours to "
-            f"{1.05 * hours:.2g} or more"
-        )
-    return with_steps(steps)
-
-
-def steps_in_an_epoch(recipe: Recipe) -> float:
-    """Return the number of steps that can be trained before any training data is repeated.
-
-    Return infinity if the data is a stream that continues after its first parts. The packs are
-    prepared if they are missing. Raises InputError if the training packs or the held-out packs
-    cannot be used.
-    """
-    if recipe.data.prepares:
-        prepare(recipe.data, progress=True)
-    packs = cast(Packs, open_packs(recipe.data, "train"))
-    # Check that the held-out packs can be used.
-    open_packs(recipe.data, "held_out")
-    if isinstance(packs, StreamedPacks):
-        if packs.continues:
-            return math.inf
-        packs = packs.first_parts
-    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    # Number of packs, counted over all sources, until one source has no unused pack left.
-    shares = mixture.shares_of_packs()
-    used_up = min(count / share for count, share in zip(mixture.counts, shares, strict=True))
-    return int(used_up * recipe.data.length / recipe.batch.tokens)
-
-
-def least_steps(trunk: int | None) -> int:
-    """Return the smallest allowed number for the last step of a run.
-
-    A candidate must train at least FEWEST_STEPS steps after it has branched, because its loss at
-    the end is the mean over at least this number of steps. `trunk` is the step of the checkpoint
-    where all runs branch, or None if the baseline trains from the start.
-    """
-    return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
-
-
-def step_of_checkpoint(path: str | None) -> int | None:
-    """Return the step of the checkpoint at `path`, a step-* folder, or None if `path` is None."""
-    if path is None:
-        return None
-    state = load_object(Path(path, "state.json"), "set --from to a step-* folder")
-    return state["progress"]["step"]
-
-
 # ── Rounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def announce(rounds: Rounds, hours: float) -> None:
-    """Print the plan and the estimated time. `hours` is the time limit."""
-    plan = rounds.plan
-    skipped = [name for name in plan.precisions if name not in plan.seconds]
-    if skipped:
-        say(
-            f"\nSkipped, because their trials failed: {', '.join(skipped)}. To try them again, use "
-            "another --run_dir."
-        )
-    trunk = f"from {plan.begin_with}" if plan.begin_with else f"in {plan.base}"
+    """Print the protocol and the estimated time. `hours` is the time limit."""
+    protocol = rounds.protocol
     say(
-        f"\nBaseline {plan.base}, candidates {', '.join(plan.candidates)}. The margin is "
-        f"fixed at {100 * plan.margin:g} % of the loss.\n"
-        "Each round has one seed and takes about "
-        f"{duration(rounds.seconds(plan.candidates))}. Each run has {plan.steps:,} steps. "
-        f"The first {plan.trunk:,} steps are {trunk}.\n"
-        f"{plan.seeds} rounds are planned. They take about "
+        f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
+        f"fixed at {100 * protocol.margin:g} % of the loss. Candidates branch at step "
+        f"{protocol.trunk:,} of {protocol.steps:,}."
+    )
+    say(
+        f"{protocol.seeds} rounds are planned, with one seed each. They take about "
         f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
     )
 
 
-def read_ended_rounds(trainings: WhichTrainings, rounds: Rounds) -> None:
-    """Add the rounds whose runs have all ended in earlier starts of the command to `rounds`."""
+def run_rounds(trainings: WhichTrainings, rounds: Rounds, deadline: float) -> None:
+    """Train rounds until no candidate needs another one, or until the time is over.
+
+    Rounds that have ended in earlier starts of the command are read. The answer is written and
+    printed before and after each round that is trained.
+    """
     while candidates := open_candidates(rounds):
         matrix = matrix_of(trainings, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
-            break
+            if rounds.runs:
+                say(f"\n{write_answer(trainings, rounds)}")
+            number = affordable_rounds(rounds, candidates, deadline - time.monotonic())
+            if number == 0:
+                return
+            matrix = matrix_of(trainings, rounds, candidates, number)
+            train(matrix, may_fail=False)
         add_runs(rounds, matrix)
+    say(f"\n{write_answer(trainings, rounds)}")
 
 
 def open_candidates(rounds: Rounds) -> list[str]:
@@ -565,60 +431,49 @@ def matrix_of(
 ) -> Matrix:
     """Return the runs of the next `number` rounds with `candidates`, as a matrix."""
     seed = trainings.recipe.seed + len(rounds.runs)
-    return trainings.rounds(rounds.plan, range(seed, seed + number), candidates)
+    return trainings.rounds(rounds.protocol, range(seed, seed + number), candidates)
 
 
-def next_rounds(trainings: WhichTrainings, rounds: Rounds, seconds_left: float) -> Matrix | None:
-    """Return the runs of the next round as a matrix, or of several rounds to train together.
+def affordable_rounds(rounds: Rounds, candidates: Sequence[str], seconds_left: float) -> int:
+    """Return the number of rounds to train together next, and print their time.
 
-    Return None if no candidate needs another round. If the next round would not end within the time
-    limit, print this and return None. The time limit is ignored for the first round.
+    Return 0 and print the missing time if the next round would not end within the time limit. The
+    time limit is ignored for the first round.
 
     Args:
-        trainings: The recipe and the folder of the runs.
         rounds: The trained rounds.
+        candidates: The candidates with an open verdict.
         seconds_left: Seconds until the time limit.
     """
-    candidates = open_candidates(rounds)
-    if not candidates:
-        return None
-    # The plan uses the whole time, and a little of it has passed since then.
+    # The protocol uses the whole time, and a little of it has passed since then.
     limit = 1.01 * seconds_left
     number = rounds.rounds_together()
     while number > 1 and rounds.seconds(candidates, number) > limit:
         number -= 1
-    seconds = rounds.seconds(candidates)
+    seconds = rounds.seconds(candidates, number)
     if seconds <= limit or not rounds.runs:
-        return matrix_of(trainings, rounds, candidates, number)
+        say(f"\ntraining the next {plural(number, 'round')}, about {duration(seconds)}")
+        return number
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
         # Add 10 %, for the time before the round and because two digits may be 5 % too small.
         f"again, with --hours {1.1 * seconds / 3600:.2g} or more."
     )
-    return None
-
-
-def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
-    """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
-    seeds = dict.fromkeys(cell.recipe.seed for cell in matrix.cells)
-    _, *candidates = dict.fromkeys(map(candidate_of, matrix.cells))
-    say(
-        f"\nnext round: seed {', '.join(map(str, seeds))}, about "
-        f"{duration(rounds.seconds(candidates, len(seeds)))}"
-    )
-    train(matrix, may_fail=False)
-    add_runs(rounds, matrix)
+    return 0
 
 
 def add_runs(rounds: Rounds, matrix: Matrix) -> None:
     """Add the runs of `matrix`, whose cells have ended, to `rounds`. Delete their checkpoints."""
-    by_seed: dict[int, list[Cell]] = defaultdict(list)
-    for cell in matrix.cells:
-        by_seed[cell.recipe.seed].append(cell)
-        # No later run branches from the checkpoints.
-        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
-    for cells in by_seed.values():
-        runs = runs_of(cells)
+    # No later run branches from the checkpoints.
+    delete_checkpoints(matrix)
+    for seed in dict.fromkeys(cell.recipe.seed for cell in matrix.cells):
+        runs = runs_of(cell for cell in matrix.cells if cell.recipe.seed == seed)
         rounds.runs.append(runs)
         rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
+
+
+def delete_checkpoints(matrix: Matrix) -> None:
+    """Delete the checkpoints of all runs of a matrix."""
+    for cell in matrix.cells:
+        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)

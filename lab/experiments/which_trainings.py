@@ -18,7 +18,7 @@ from lab.experiments.matrix_file import (
     make_matrix,
 )
 from lab.experiments.matrix_run import Outcome, report_stop, run_all, say
-from lab.experiments.verdicts import WhichPlan
+from lab.experiments.protocol import Protocol
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.settings import PRECISIONS, phases_of, shortest_phases
@@ -37,10 +37,23 @@ DEFAULT_SETTINGS: Values = {
     # Evaluate all candidates in BF16.
     "fp8_config.use_autocast_during_eval": False,
     "evaluate.samples": [],
+    "evaluate.merge": 1,
     "checkpoint.at_end": False,
     "log.trackers": [],
     # The option --from replaces this setting.
     "train.begin_with": None,
+}
+
+
+# Settings of every trial. Twelve steps may be too few for several checkpoints.
+TRIAL_SETTINGS: Values = {
+    "train.steps": TRIAL_STEPS,
+    "schedule.warmup": 0,
+    "checkpoint.every": None,
+    # Evaluate, so that the trial fails if there is no held-out data.
+    "evaluate.every": TRIAL_STEPS,
+    "evaluate.packs": 1,
+    "evaluate.merge": 1,
 }
 
 
@@ -68,79 +81,69 @@ class WhichTrainings:
     # Settings of the baseline and each candidate, by dotted key (--candidates).
     candidates: Mapping[str, Values] = field(default_factory=dict)
 
-    def trial(self, names: Sequence[str]) -> Matrix:
+    def trials(self, names: Sequence[str]) -> Matrix:
         """Return the trials, which are short runs, as a matrix.
 
         `names` are the names of the baseline and the candidates, the baseline first. Candidates
         that the recipe does not allow are skipped with a message. Raises InputError if the recipe
         does not allow the baseline, or a candidate of --candidates.
         """
-        short: Values = {
-            "train.steps": TRIAL_STEPS,
-            "schedule.warmup": 0,
-            "checkpoint.every": None,
-            # Evaluate, so that the trial fails if there is no held-out data.
-            "evaluate.every": TRIAL_STEPS,
-            "evaluate.packs": 1,
-        }
         cells: dict[str, Values] = {}
         for name in names:
             values = self.values_of(name)
+            # Twelve steps may be too few for the phases of a schedule.
             precisions = [precision for _, precision in phases_of(values["precision"])]
-            # Twelve steps may be too few for the phases of a schedule, and for several checkpoints.
-            cell = {
-                name: values
-                | {"precision": shortest_phases(precisions)}
-                | {"evaluate.merge": 1, "checkpoint.every": None}
-            }
+            trial = values | TRIAL_SETTINGS | {"precision": shortest_phases(precisions)}
             try:
-                self._matrix("trial", short, cell)
+                self._matrix("trial", {name: trial})
             except InputError as error:
                 if not cells or self.candidates:
                     raise
                 say(f"skipped: {error}")
             else:
-                cells |= cell
-        return self._matrix("trial", short, cells)
+                cells[name] = trial
+        return self._matrix("trial", cells)
 
-    def rounds(self, plan: WhichPlan, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
+    def rounds(self, protocol: Protocol, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
         """Return the runs of the baseline and of `candidates` with each of `seeds`, as a matrix.
 
         The runs of the baseline are the first ones, because the candidates branch from them.
         """
-        base = plan.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
         # run replaces by its seed. So the setting has the same value for all seeds, and reports can
         # group the runs of different seeds.
-        trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{plan.trunk:08d}"
-        branch: Values = {"train.begin_with": plan.begin_with or trunk}
-        base_settings = branch if plan.begin_with else {"checkpoint.every": plan.trunk}
-        cells: dict[str, Values] = {base: self.values_of(base) | base_settings}
-        cells |= {name: self.values_of(name) | branch for name in candidates}
+        baseline = f"{self.folder}/rounds/{protocol.base}-seed={{seed}}"
+        trunk = f"{baseline}/checkpoints/step-{protocol.trunk:08d}"
         schedule = self.recipe.schedule
         common: Values = {
-            "train.steps": plan.steps,
-            "schedule.warmup": min(schedule.warmup, max(1, plan.trunk // 2)),
-            "evaluate.every": plan.steps,
+            "train.steps": protocol.steps,
+            "schedule.warmup": min(schedule.warmup, max(1, protocol.trunk // 2)),
+            "evaluate.every": protocol.steps,
             "checkpoint.every": None,
             "log.fp8_statistics": None,
             # The trial has already run the parity check.
             "parity": False,
         }
-        if plan.begin_with:
-            # `schedule.decay` is a share of all steps, but the runs only train the steps after the
-            # checkpoint. Reduce it, so that the requested value is the share of the trained steps.
-            for values in cells.values():
+        cells: dict[str, Values] = {}
+        for name in (protocol.base, *candidates):
+            values = common | self.values_of(name)
+            if protocol.begin_with:
+                values["train.begin_with"] = protocol.begin_with
+                # `schedule.decay` is a share of all steps, but the runs only train the steps after
+                # the checkpoint. Reduce it, so that the requested value is the share of the trained
+                # steps.
                 decay = values.get("schedule.decay", schedule.decay)
-                values["schedule.decay"] = decay * (1 - plan.trunk / plan.steps)
-        with_seeds: dict[str, Values] = {
+                values["schedule.decay"] = decay * (1 - protocol.trunk / protocol.steps)
+            elif name == protocol.base:
+                values["checkpoint.every"] = protocol.trunk
+            else:
+                values["train.begin_with"] = trunk
             # Keep all checkpoints, so that none is deleted from which candidates branch, or which
             # `evaluate.merge` averages. An interrupted run saves additional checkpoints.
-            f"{name}-seed={seed}": values | {"seed": seed, "checkpoint.keep": plan.steps}
-            for name, values in cells.items()
-            for seed in seeds
-        }
-        return self._matrix("rounds", common, with_seeds)
+            values["checkpoint.keep"] = protocol.steps
+            for seed in seeds:
+                cells[f"{name}-seed={seed}"] = values | {"seed": seed}
+        return self._matrix("rounds", cells)
 
     def values_of(self, name: str) -> Values:
         """Return the settings of the candidate `name`, or of the baseline.
@@ -159,14 +162,14 @@ class WhichTrainings:
             **{f"fp8_config.{key}": None for key in contradictions},
         }
 
-    def _matrix(self, name: str, common: Values, cells: Mapping[str, Values]) -> Matrix:
+    def _matrix(self, name: str, cells: Mapping[str, Values]) -> Matrix:
         """Return the matrix of the trials or of rounds.
 
         Args:
             name: Name of the matrix, which is also the folder that contains its run folders.
-            common: Settings of all cells. They replace settings in DEFAULT_SETTINGS.
-            cells: Settings of each cell by its name. They replace settings in `common`.
+            cells: Settings of each cell by its name. They replace DEFAULT_SETTINGS.
         """
+        defaults = DEFAULT_SETTINGS | {"evaluate.served": self.recipe.evaluate.served}
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,
@@ -174,13 +177,7 @@ class WhichTrainings:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            cells={
-                cell: DEFAULT_SETTINGS
-                | {"evaluate.served": self.recipe.evaluate.served, "evaluate.merge": 1}
-                | common
-                | values
-                for cell, values in cells.items()
-            },
+            cells={cell: defaults | values for cell, values in cells.items()},
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 

@@ -104,7 +104,7 @@ def test_forked_trainings_equal_launched_ones(
     trainings = WhichTrainings(
         loaded, recipe, overrides, CONFIGURATIONS / "bf16.yaml", tmp_path / "which"
     )
-    matrix = trainings.trial(["bf16", "delayed"])
+    matrix = trainings.trials(["bf16", "delayed"])
     which_trainings.train(matrix, may_fail=False)
     for cell in matrix.cells:
         launched = tmp_path / "launched" / cell.name

@@ -19,7 +19,7 @@ from lab.compare.differences import (
     LossDifference,
     error_of,
 )
-from lab.experiments.which_plan import WhichPlan
+from lab.experiments.protocol import Protocol
 from pretrain.metrics.run_record import at_the_end
 
 
@@ -91,6 +91,6 @@ def test_the_candidates_of_a_comparison_share_the_error() -> None:
             )
         return wrong / series
 
-    plan = WhichPlan(None, margin, [], dict.fromkeys(range(candidates + 1), 1.0), 0.0, 5, 9, 0)
-    assert plan.error == pytest.approx(0.05 / candidates)
-    assert family_wise_error(plan.error) <= 0.05 < family_wise_error(0.05)
+    protocol = Protocol(None, margin, [], dict.fromkeys(range(candidates + 1), 1.0), 0.0, 5, 9, 0)
+    assert protocol.error == pytest.approx(0.05 / candidates)
+    assert family_wise_error(protocol.error) <= 0.05 < family_wise_error(0.05)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from lab.compare.differences import Sample
+from lab.experiments.protocol import Protocol
 from lab.experiments.verdicts import gain_interval
-from lab.experiments.which_plan import WhichPlan
 
 SECONDS = {"bf16": 0.1, "delayed": 0.1}
-PLAN = WhichPlan(None, 0.003, ["bf16", "delayed"], SECONDS, 5.0, 5, 400, 80)
+PROTOCOL = Protocol(None, 0.003, ["bf16", "delayed"], SECONDS, 5.0, 5, 400, 80)
 
 
 def test_the_interval_of_the_gain_holds_after_every_round() -> None:
@@ -21,18 +21,18 @@ def test_the_interval_of_the_gain_holds_after_every_round() -> None:
         slopes = draw.normal(-0.1, 0.02, 20)
         for seeds in range(3, 21):
             slope = Sample(dict(enumerate(slopes[:seeds])))
-            if slope.interval(PLAN.error)[1] >= 0:
+            if slope.interval(PROTOCOL.error)[1] >= 0:
                 continue
             speedup = Sample(dict.fromkeys(range(seeds), np.exp(cost / 0.1)))
             loss = Sample(dict.fromkeys(range(seeds), cost))
-            low, high = gain_interval(PLAN, loss, slope, speedup)
+            low, high = gain_interval(PROTOCOL, loss, slope, speedup)
             if not low <= 1 <= high:
                 misses += 1
                 break
-    assert misses / 300 <= PLAN.error
+    assert misses / 300 <= PROTOCOL.error
 
 
 def test_the_interval_of_the_gain_is_not_negative() -> None:
     speedup = Sample(dict(enumerate((0.1, 2.0, 0.2, 2.2))))
     loss, slope = (Sample(dict.fromkeys(range(4), value)) for value in (0.0, -0.1))
-    assert gain_interval(PLAN, loss, slope, speedup)[0] == 0
+    assert gain_interval(PROTOCOL, loss, slope, speedup)[0] == 0

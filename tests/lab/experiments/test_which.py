@@ -26,9 +26,9 @@ from lab.compare.differences import (
     LossDifference,
 )
 from lab.experiments import matrix_run, which
+from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import NO_GAIN, Verdict, verdict_of, verdicts_after
 from lab.experiments.which_answer import answer
-from lab.experiments.which_plan import Rounds, WhichPlan
 from lab.experiments.which_trainings import WhichTrainings, candidate_of
 from pretrain.launch.launcher import CONFIGURATIONS, Launch
 from pretrain.launch.processes import Training
@@ -160,7 +160,7 @@ def test_a_question_is_answered_and_resumed(
     ]
     with pytest.raises(InputError, match="nothing to compare"):
         which.main(commands.read("which", [*command, "--hours", "0.00001"]))
-    # The recipe may still change, because no plan is written yet.
+    # The recipe may still change, because no protocol is written yet.
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
         which.main(commands.read("which", [*command, "--hours", "0.00001"]))
@@ -192,7 +192,7 @@ CANDIDATES = {
     "mxfp8": (1.2, [-0.002, 0.003, 0.001, -0.001, 0.002]),
 }
 NAMES = ["bf16", *CANDIDATES]
-PLAN = WhichPlan(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
+PROTOCOL = Protocol(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
 
 
 @dataclass
@@ -213,7 +213,7 @@ class TrainedRounds:
         draw = np.random.default_rng(0)
         self.rounds.runs.clear()
         for seed in range(5):
-            matrix = self.trainings.rounds(PLAN, [42 + seed], list(CANDIDATES))
+            matrix = self.trainings.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
             runs = {}
             for cell in matrix.cells:
                 name = candidate_of(cell)
@@ -248,9 +248,9 @@ def new_question(recipe: dict[str, Any], path: Path) -> TrainedRounds:
     file = write_recipe(recipe | {"train": {"steps": 400}}, path)
     folder = path / "which"
     folder.mkdir()
-    (folder / "which.json").write_text(json.dumps(asdict(PLAN)))
+    (folder / "which.json").write_text(json.dumps(asdict(PROTOCOL)))
     trainings = WhichTrainings(load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", folder)
-    return TrainedRounds(file, folder, trainings, Rounds(PLAN))
+    return TrainedRounds(file, folder, trainings, Rounds(PROTOCOL))
 
 
 @pytest.fixture
@@ -279,25 +279,21 @@ def trained_rounds(question: TrainedRounds) -> TrainedRounds:
 
 def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds) -> None:
     """As many of these rounds are trained together as end within the time limit."""
-    trainings = question.trainings
-    rounds = Rounds(PLAN, at_once=4)
-    names = PLAN.candidates
-
-    def seeds_within(seconds: float) -> list[int]:
-        matrix = which.next_rounds(trainings, rounds, seconds)
-        assert matrix is not None
-        baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
-        assert len(matrix.cells) == (1 + len(names)) * len(baselines)
-        return [cell.recipe.seed for cell in baselines]
-
-    assert seeds_within(1e6) == [42, 43, 44, 45], "four rounds are needed with five candidates"
+    rounds = Rounds(PROTOCOL, at_once=4)
+    names = PROTOCOL.candidates
+    assert which.affordable_rounds(rounds, names, 1e6) == 4, "needed with five candidates"
     assert rounds.seconds(names, 3) < rounds.seconds(names, 4) < 4 * rounds.seconds(names)
-    assert seeds_within(0.95 * rounds.seconds(names, 4)) == [42, 43, 44]
-    assert seeds_within(0) == [42], "the first round ignores the time limit"
+    assert which.affordable_rounds(rounds, names, 0.95 * rounds.seconds(names, 4)) == 3
+    assert which.affordable_rounds(rounds, names, 0) == 1, "the first round ignores the time limit"
     rounds.runs = [{}, {}]
-    assert seeds_within(1e6) == [44, 45]
+    assert which.affordable_rounds(rounds, names, 1e6) == 2
+    matrix = which.matrix_of(question.trainings, rounds, names, 2)
+    baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
+    assert len(matrix.cells) == (1 + len(names)) * len(baselines)
+    assert [cell.recipe.seed for cell in baselines] == [44, 45]
     rounds.runs = [{}] * 4
-    assert seeds_within(1e6) == [46]
+    assert which.affordable_rounds(rounds, names, 1e6) == 1
+    assert which.affordable_rounds(rounds, names, 0) == 0
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
@@ -377,7 +373,7 @@ def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
 
     def is_reserved(*overrides: str) -> bool:
         recipe = load_recipe(question.file, overrides)
-        text = answer(replace(trainings, recipe=recipe), PLAN, [])
+        text = answer(replace(trainings, recipe=recipe), PROTOCOL, [])
         return "All gains are upper estimates" in text
 
     assert is_reserved("schedule.kind=cosine") and is_reserved("schedule.kind=linear")
@@ -405,7 +401,7 @@ def test_the_line_of_a_candidate_within_the_margin_shows_its_interval(
     shared_rounds: TrainedRounds,
 ) -> None:
     verdicts = verdicts_after(shared_rounds.rounds)
-    text = answer(shared_rounds.trainings, PLAN, verdicts)
+    text = answer(shared_rounds.trainings, PROTOCOL, verdicts)
     interval = r" \((.*) % interval: (.*) to (.*) %, within ± 0.3 %\)"
     for verdict in verdicts:
         line = next(line for line in text.splitlines() if line.startswith(f"{verdict.name}:"))
@@ -437,11 +433,11 @@ def test_a_halted_candidate_is_done_and_later_rounds_count(
 
 
 def test_only_the_tokens_of_a_branch_count(shared_rounds: TrainedRounds) -> None:
-    plan = replace(PLAN, begin_with="step-00000080")
-    branched = replace(shared_rounds.rounds, plan=plan)
+    protocol = replace(PROTOCOL, begin_with="step-00000080")
+    branched = replace(shared_rounds.rounds, protocol=protocol)
     tokens = (400 * np.exp(0.05 / 0.2) - 80) / 320
-    assert verdict_of(plan, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
-    text = answer(shared_rounds.trainings, plan, verdicts_after(branched))
+    assert verdict_of(protocol, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
+    text = answer(shared_rounds.trainings, protocol, verdicts_after(branched))
     assert "train.begin_with=step-00000080" in text
     assert "This answer is about the checkpoint step-00000080." in text
 
@@ -453,9 +449,9 @@ def test_the_gain_is_unknown_if_the_loss_does_not_fall(question: TrainedRounds) 
     assert not delayed.is_open and delayed.tokens is None
     assert "not known" in delayed.advice
     trainings = question.trainings
-    assert "Stay" not in answer(trainings, PLAN, verdicts)
+    assert "Stay" not in answer(trainings, PROTOCOL, verdicts)
     slow = Verdict("current", word=EQUIVALENT, advice=NO_GAIN)
-    assert answer(trainings, PLAN, [slow]).endswith("Stay with bf16.")
+    assert answer(trainings, PROTOCOL, [slow]).endswith("Stay with bf16.")
 
 
 def test_a_question_with_other_settings_is_refused(

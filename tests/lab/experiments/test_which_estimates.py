@@ -14,8 +14,8 @@ from lab.compare.differences import (
     LossDifference,
     fewest_seeds,
 )
+from lab.experiments.protocol import Protocol
 from lab.experiments.verdicts import Verdict, loss_slope, tokens_for
-from lab.experiments.which_plan import WhichPlan
 from pretrain.metrics.run_record import RunRecord
 from tests.conftest import ROOT
 from tests.lab.made_runs import RECIPE
@@ -42,7 +42,7 @@ def test_tokens_for_equal_loss_agree_with_a_power_law(
     share = steps / 1000
     losses = 2.5 + slope / power * (share**-power - 1) - 0.1 * np.maximum(0.0, share - 1 + decay)
     config = RECIPE | {"train": {"steps": 1000}, "schedule": {"kind": "wsd", "decay": decay}}
-    plan = WhichPlan(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, 1000, 200)
+    protocol = Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, 1000, 200)
     extra_tokens = []
     for _ in range(10):
         slopes = []
@@ -51,7 +51,7 @@ def test_tokens_for_equal_loss_agree_with_a_power_law(
             pairs = zip(steps.tolist(), noisy.tolist(), strict=True)
             metrics = [{"step": step, "loss": loss} for step, loss in pairs]
             slopes.append(loss_slope(RunRecord(tmp_path, config, {}, metrics, {})))
-        extra_tokens.append(tokens_for(plan, cost, np.mean(slopes)) - 1)
+        extra_tokens.append(tokens_for(protocol, cost, np.mean(slopes)) - 1)
     expected = (1 - power * cost / slope) ** (-1 / power) - 1
     assert np.mean(extra_tokens) == pytest.approx(expected, rel=0.05)
 

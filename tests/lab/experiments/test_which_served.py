@@ -17,9 +17,9 @@ import yaml
 from foundation.errors import InputError
 from lab.compare.differences import BETTER, LossDifference, Sample
 from lab.experiments import matrix_run, which
+from lab.experiments.protocol import Protocol
 from lab.experiments.verdicts import USE, Verdict, gain_interval, tokens_for
 from lab.experiments.which_answer import answer
-from lab.experiments.which_plan import WhichPlan
 from lab.experiments.which_trainings import WhichTrainings
 from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS, Launch
@@ -151,7 +151,7 @@ def test_candidates_are_judged_as_served_and_resumed(
             "cannot set `fp8_config.keep_bf16`",
         ),
         ({"tail": {"optimizer.name": "muon"}}, (), "cannot set `optimizer.name`"),
-        ({"bf16": CANDIDATES["mean"]}, (), "bf16 cannot have it"),
+        ({"bf16": CANDIDATES["mean"]}, (), "the baseline cannot have it"),
         ({"mean": {"evaluate.merge": 4, "checkpoint.every": 8}}, (), "keeps, which are 3"),
         # A branch saves the steps 40 and 80.
         ({"mean": CANDIDATES["mean"] | {"checkpoint.every": 40}}, (), "keeps, which are 2"),
@@ -197,7 +197,7 @@ def test_phases_that_are_too_long_for_the_hours_leave_no_plan(
     accelerate = CONFIGURATIONS / "cpu.yaml"
     settings = which.read_candidates(options, accelerate)
     trainings = WhichTrainings(load_recipe(file), file, (), accelerate, folder, None, settings)
-    for cell in trainings.trial(list(settings)).cells:
+    for cell in trainings.trials(list(settings)).cells:
         leave_behind(cell, held_out=2.0, tokens_per_second=128)
     with pytest.raises(InputError, match=r"end after step 100 of (8[0-9]|90)"):
         which.main(options)
@@ -249,10 +249,12 @@ def test_the_decay_of_a_candidate_is_a_share_of_the_trained_steps(
         load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path, candidates=settings
     )
     names = list(settings)
-    plan = WhichPlan(
+    protocol = Protocol(
         str(tmp_path / "step-00000060"), 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 100, 60
     )
-    decays = [cell.recipe.schedule.decay for cell in trainings.rounds(plan, [1], ["long"]).cells]
+    decays = [
+        cell.recipe.schedule.decay for cell in trainings.rounds(protocol, [1], ["long"]).cells
+    ]
     assert decays == pytest.approx([0.2 * 0.4, 0.5 * 0.4])
 
 
@@ -269,21 +271,21 @@ def test_the_recommended_command_trains_the_candidate(
         which.checked_recipe(options), file, (), accelerate, tmp_path, None, settings
     )
     names = list(settings)
-    plan = WhichPlan(
+    protocol = Protocol(
         None, 0.003, names, dict.fromkeys(names, 1.0), 1.0, 4, 80, 16, "nvfp4", settings
     )
     for name in names[1:]:
         best = Verdict(
             name, word=BETTER, advice=USE, speedup=1.0, tokens=0.9, gain_interval=[1.05, 1.2]
         )
-        text = answer(trainings, plan, [best])
+        text = answer(trainings, protocol, [best])
         assert text.startswith("Judged by the held-out loss of the model served in nvfp4:\n")
         assert f"Train with {name}: 1.11 times (1.05 to 1.20) bf16's speed" in text
         *_, arguments = text.split("train_accelerate.py ")
         trained = load_recipe(file, shlex.split(arguments)[1:])
         (cell,) = (
             cell
-            for cell in trainings.rounds(plan, [1], [name]).cells
+            for cell in trainings.rounds(protocol, [1], [name]).cells
             if cell.name == f"{name}-seed=1"
         )
         assert trained.precision == cell.recipe.precision
@@ -296,11 +298,11 @@ def test_the_recommended_command_trains_the_candidate(
 
 def test_a_lower_served_loss_is_a_gain() -> None:
     names = ["bf16", "tail"]
-    plan = WhichPlan(None, 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 100, 20)
-    served = replace(plan, served="nvfp4")
-    assert tokens_for(plan, -0.02, -0.2) == 1
+    protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 100, 20)
+    served = replace(protocol, served="nvfp4")
+    assert tokens_for(protocol, -0.02, -0.2) == 1
     assert tokens_for(served, -0.02, -0.2) == pytest.approx(np.exp(-0.1))
-    assert tokens_for(replace(plan, settings={"tail": {}}), -0.02, -0.2) < 1
+    assert tokens_for(replace(protocol, settings={"tail": {}}), -0.02, -0.2) < 1
     # The interval contains the gain at all ends of the intervals of loss and slope.
     loss = LossDifference({1: -0.020, 2: -0.021, 3: -0.019, 4: -0.020}, 2.0)
     slope = Sample({1: -0.20, 2: -0.21, 3: -0.19, 4: -0.20})
@@ -308,8 +310,8 @@ def test_a_lower_served_loss_is_a_gain() -> None:
     low, high = gain_interval(served, loss, slope, speed)
     ends = [
         1 / tokens_for(served, of_loss, of_slope)
-        for of_loss in loss.interval(plan.error)
-        for of_slope in slope.interval(plan.error)
+        for of_loss in loss.interval(protocol.error)
+        for of_slope in slope.interval(protocol.error)
     ]
     assert [low, high] == pytest.approx([min(ends), max(ends)]) and low > 1
 
@@ -317,18 +319,18 @@ def test_a_lower_served_loss_is_a_gain() -> None:
 def test_a_gain_after_a_checkpoint_leaves_one_step() -> None:
     """The loss falls by more than all steps after the checkpoint lower it."""
     names = ["bf16", "tail"]
-    plan = WhichPlan("step", 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 1000, 900, "nvfp4")
-    assert tokens_for(plan, -0.001, -0.2) == pytest.approx(1 - 10 * (1 - np.exp(-0.005)))
-    assert tokens_for(plan, -0.04, -0.2) == 1 / 100
+    protocol = Protocol("step", 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 1000, 900, "nvfp4")
+    assert tokens_for(protocol, -0.001, -0.2) == pytest.approx(1 - 10 * (1 - np.exp(-0.005)))
+    assert tokens_for(protocol, -0.04, -0.2) == 1 / 100
     loss = LossDifference({1: -0.040, 2: -0.041, 3: -0.039, 4: -0.040}, 2.0)
     slope = Sample({1: -0.20, 2: -0.21, 3: -0.19, 4: -0.20})
-    low, high = gain_interval(plan, loss, slope, Sample(dict.fromkeys(range(1, 5), 1.0)))
+    low, high = gain_interval(protocol, loss, slope, Sample(dict.fromkeys(range(1, 5), 1.0)))
     assert 1 < low <= high
 
 
 def test_plans_of_earlier_versions_can_be_read() -> None:
-    plan = WhichPlan(None, 0.003, ["a", "b"], {"a": 1.0, "b": 1.0}, 1.0, 3, 100, 20)
+    protocol = Protocol(None, 0.003, ["a", "b"], {"a": 1.0, "b": 1.0}, 1.0, 3, 100, 20)
     earlier = {
-        key: value for key, value in asdict(plan).items() if key not in ("served", "settings")
+        key: value for key, value in asdict(protocol).items() if key not in ("served", "settings")
     }
-    assert WhichPlan(**earlier) == plan
+    assert Protocol(**earlier) == protocol

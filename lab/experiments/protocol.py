@@ -1,10 +1,11 @@
-"""The plan of `which`, which is fixed before the first round, and its rounds with their times."""
+"""The protocol of `which`, which is fixed before the first round, and the times of its rounds."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapreplace
 
 from lab.compare.differences import error_of, fewest_seeds
 from pretrain.metrics.run_record import RunRecord
@@ -17,7 +18,7 @@ Round = Mapping[str, RunRecord]
 
 
 @dataclass(frozen=True)
-class WhichPlan:
+class Protocol:
     """Settings that are fixed before the first round. which.json stores each field by its name."""
 
     # Checkpoint from which all runs branch, including the baseline's runs. None if the baseline
@@ -65,12 +66,9 @@ class WhichPlan:
 
 @dataclass
 class Rounds:
-    """The trained rounds, and estimates of the time that further rounds take.
+    """The trained rounds, and estimates of the time that further rounds take."""
 
-    The estimates simulate the order of the runs on the GPUs.
-    """
-
-    plan: WhichPlan
+    protocol: Protocol
     # Number of trainings that run at the same time, on different GPUs.
     at_once: int = 1
     # Map the baseline and each candidate to the seconds that its most recent finished run took.
@@ -85,38 +83,24 @@ class Rounds:
         On one GPU, the rounds are trained one by one: together they would not end earlier, and the
         first table would be late.
         """
-        missing = fewest_seeds(self.plan.error) - len(self.runs)
+        missing = fewest_seeds(self.protocol.error) - len(self.runs)
         return max(1, missing) if self.at_once > 1 else 1
 
     def planned_seconds(self) -> float:
         """Return the estimated seconds of all planned rounds. Call this before the first round."""
-        candidates = self.plan.candidates
-        first_rounds = self.rounds_together()
-        later_rounds = self.plan.seeds - first_rounds
-        return self.seconds(candidates, first_rounds) + later_rounds * self.seconds(candidates)
+        candidates = self.protocol.candidates
+        together = self.rounds_together()
+        later = self.protocol.seeds - together
+        return self.seconds(candidates, together) + later * self.seconds(candidates)
 
     def seconds(self, candidates: Sequence[str], rounds: int = 1) -> float:
         """Return the estimated seconds of `rounds` that are trained together.
 
-        The runs start in the order of `WhichTrainings.rounds`: first all baselines, then the
-        candidates one after another, with all seeds. A candidate waits until the baseline with its
-        seed has saved the starting checkpoint.
+        On several GPUs, the runs are counted as waves of `at_once` runs that take equally long.
         """
-        plan = self.plan
-        baseline = self._seconds_of(plan.base)
-        trunk = 0.0 if plan.begin_with else baseline * plan.trunk / plan.steps
-        # For each GPU, the seconds from the start of the rounds until the GPU is free, as a heap.
-        # The next run is trained on the GPU that is free first.
-        free_at = [0.0] * self.at_once
-        # For each round, the seconds until its candidates can start.
-        candidates_start_at = []
-        for _ in range(rounds):
-            start = heapreplace(free_at, free_at[0] + baseline)
-            candidates_start_at.append(start + trunk)
-        for name in candidates:
-            for start in candidates_start_at:
-                heapreplace(free_at, max(free_at[0], start) + self._seconds_of(name))
-        return max(free_at)
+        runs = [self._seconds_of(name) for name in (self.protocol.base, *candidates)]
+        waves = math.ceil(rounds * len(runs) / self.at_once)
+        return waves * statistics.fmean(runs)
 
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one run of `name`, the baseline or a candidate.
@@ -124,7 +108,9 @@ class Rounds:
         The estimate is the duration of the most recent run of `name` in a round. If there is no
         such run yet, the estimate is computed from the speed in the trial.
         """
-        plan = self.plan
-        is_branch = bool(plan.begin_with) or name != plan.base
-        steps = plan.steps - (plan.trunk if is_branch else 0)
-        return self.took.get(name) or plan.start + plan.seconds[name] * steps
+        protocol = self.protocol
+        if name in self.took:
+            return self.took[name]
+        is_branch = protocol.begin_with or name != protocol.base
+        steps = protocol.steps - protocol.trunk if is_branch else protocol.steps
+        return protocol.start + protocol.seconds[name] * steps
