@@ -16,7 +16,7 @@ from packing.store import all_parts, find_splits
 from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
 from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PRECISIONS, phases_of
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import branch_checkpoint, load_recipe
 from pretrain.settings.recipe import Recipe
@@ -107,6 +107,23 @@ def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str],
     return path, overrides, datasets
 
 
+# ── gap ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_gap(options: argparse.Namespace) -> None:
+    """Check the checkpoint, and set `options.precisions` if it is not set."""
+    check_precisions(options)
+    _, run_dir = checkpoint_of(options.source)
+    names = options.precisions or [
+        name for _, name in phases_of(load_recipe(run_dir / "config.yaml").precision)
+    ]
+    options.precisions = [name for name in names if PRECISIONS[name].quantized]
+    if not options.precisions:
+        raise InputError(
+            f"{run_dir}: the run has no low precision; set --precisions, for example to delayed"
+        )
+
+
 # ── export ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -117,7 +134,7 @@ def check_export(options: argparse.Namespace) -> None:
             "--dtype: with --precision trained, weights that are not quantized are BF16; omit "
             "--dtype"
         )
-    _, run_dir = checkpoint_of(options)
+    _, run_dir = checkpoint_of(options.source, best=options.best)
     out = options.out or run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
@@ -140,13 +157,15 @@ def _best_checkpoint(run_dir: Path) -> Path:
     return folder
 
 
-def checkpoint_of(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the path of the checkpoint that `export` exports, and the path of its run folder.
+def checkpoint_of(source: Path, *, best: bool = False) -> tuple[Path, Path]:
+    """Return the path of a checkpoint, and the path of its run folder.
 
-    Raises InputError if `options.source` is neither a run folder with a checkpoint nor a
-    checkpoint.
+    source: a checkpoint, or a run folder.
+    best: True for the run's checkpoint with the lowest held-out loss instead of the newest.
+
+    Raises InputError if `source` is neither a run folder with a checkpoint nor a checkpoint.
     """
-    source = _best_checkpoint(options.source) if options.best else options.source
+    source = _best_checkpoint(source) if best else source
     is_run = (source / "checkpoints").is_dir()
     run_dir = source if is_run else source.absolute().parent.parent
     checkpoint = newest_in(source)

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from pretrain.run.command_checks import arguments_of_evaluate, require_weights
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
-from pretrain.run.resume_point import find_checkpoint
+from pretrain.run.resume_point import ResumePoint, find_checkpoint
 from pretrain.run.run import open_console
 from pretrain.run.startup import explaining_errors
 from pretrain.settings.config import branch_checkpoint, load_recipe, run_address_of
@@ -181,6 +181,28 @@ def _evaluate(
     from a source.
     """
     console = open_console(job, accelerator, notices)
+    assembly, source = load_assembly(job, accelerator, checkpoint, console)
+    weights = f"{job.recipe.model.weights_source}, untrained by this run"
+    if source is not None:
+        weights = str(source.path)
+    console.notice(f"{loss} of {weights}")
+    print_in = partial(_print_loss, job, assembly, accelerator, console)
+    context = assembly.context
+    for name in in_low_precisions(job, accelerator, assembly, source):
+        with overridden(context, evaluates_low=True):
+            print_in(name)
+    with overridden(context, evaluates_low=False):
+        print_in("bf16" if context.engines else assembly.precision.current.name)
+
+
+def load_assembly(
+    job: Job, accelerator: Accelerator, checkpoint: str, console: Console
+) -> tuple[Assembly, ResumePoint | None]:
+    """Build the model of `job`, and load a checkpoint. Return the checkpoint too, or None.
+
+    All ranks must call this function. Without a checkpoint, the model has the weights of its
+    source. Raises InputError as `_evaluate` does, which also documents `checkpoint`.
+    """
     if job.data.held_out is None:
         raise InputError(
             "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "
@@ -190,27 +212,27 @@ def _evaluate(
     source = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
     require_weights(job.run_dir, job.recipe, has_checkpoint=source is not None)
     assembly = assemble(job, accelerator)
-    weights = f"{job.recipe.model.weights_source}, untrained by this run"
     if source is not None:
-        weights = str(source.path)
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    console.notice(f"{loss} of {weights}")
-    print_in = partial(_print_loss, job, assembly, accelerator, console)
-    context = assembly.context
+    return assembly, source
+
+
+def in_low_precisions(
+    job: Job, accelerator: Accelerator, assembly: Assembly, source: ResumePoint | None
+) -> Iterator[str]:
+    """Set each quantized precision of the model, and yield its name. All ranks must do this.
+
+    The histories of delayed scaling are those of the checkpoint `source`, or filled again if the
+    checkpoint has none for the precision. They are restored after the yield.
+    """
     for name, in_model in assembly.precision.in_model.items():
         if in_model.engine is None:
             continue
-        with (
-            assembly.precision.using(name),
-            context.preserving_state(),
-            overridden(context, evaluates_low=True),
-        ):
+        with assembly.precision.using(name), assembly.context.preserving_state():
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
-            print_in(name)
-    with overridden(context, evaluates_low=False):
-        print_in("bf16" if context.engines else assembly.precision.current.name)
+            yield name
 
 
 def _print_loss(

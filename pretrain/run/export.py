@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError if the export is not possible.
     """
-    checkpoint, run_dir = checkpoint_of(options)
+    checkpoint, run_dir = checkpoint_of(options.source, best=options.best)
     out = options.out or run_dir / "export"
     state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)
     recipe = load_recipe(run_dir / "config.yaml")

@@ -251,6 +251,36 @@ EVALUATE = Command(
 )
 
 
+GAP = Command(
+    CommandParser,
+    "lab.gap:main",
+    """Compare the loss and the gradients of a checkpoint in low precision with those in BF16.
+
+        python -m pretrain gap runs/my --packs 16 --precisions delayed,nvfp4
+
+    Both are computed from the same held-out packs. The command prints the distance of the gradients
+    by layer, and writes nothing.
+    """,
+    option(
+        "source",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is loaded",
+    ),
+    option(
+        "--packs", type=count, default=8, metavar="N", help="number of held-out packs; default: 8"
+    ),
+    option(
+        "--precisions",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="precisions to compare with BF16; the precisions that the device does not support are "
+        "emulated; default: those of the run",
+    ),
+    check="pretrain.run.command_checks:check_gap",
+)
+
+
 DOCTOR = Command(
     CommandParser,
     "lab.doctor:main",
@@ -658,6 +688,7 @@ COMMANDS = {
     "plan": PLAN,
     "evaluate": EVALUATE,
     "report": REPORT,
+    "gap": GAP,
     "doctor": DOCTOR,
     "export": EXPORT,
     "sample": SAMPLE,

@@ -1,73 +1,63 @@
-"""Test the comparison of a microbatch with BF16 (`pretrain.observe.bf16_gap`).
-
-The measurement changes no result of a run, and shows the layer whose quantizer breaks.
-"""
+"""Test `python -m pretrain gap`, which compares a checkpoint in low precision with BF16."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
-from pretrain.observe.bf16_gap import GapMeter
+from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
-from pretrain.run import startup
-from tests.conftest import Finished
-from tests.golden.runs import saved, steps_logged
+from tests.conftest import Finished, contents
+from tests.lab.made_runs import rows_of
+from tests.launcher.test_precision_runs import EXPERTS
 
-STEPS = 4
 LAYER = "model.layers.1"
 
 
 @pytest.fixture
 def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Recipe changes for four steps of two layers in low precision."""
+    """Recipe changes for two steps of two layers, with held-out packs."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    return changes | {
-        "train": {"steps": STEPS},
-        "checkpoint": {"every": 2, "keep": 9},
-        "precision": "current",
-    }
+    return changes | {"train": {"steps": 2}, "checkpoint": {"every": 1}, "precision": "current"}
 
 
 @pytest.fixture
-def measured(started: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
-    """Return a function like `started` whose runs measure the gap in every second step."""
-    make_observers = startup.make_observers
+def gap_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str]]:
+    """Function that returns the output of the command for a run."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    def with_meter(run: Any, profile: Any) -> Any:
-        observers = make_observers(run, profile)
-        model = run.assembly.model
-        meter = GapMeter(model, run.assembly.optimizer, run.job.recipe, run.accelerator)
-        monkeypatch.setattr(meter, "due", lambda step: step.number % 2 == 0)
-        return replace(observers, observers=[meter, *observers.observers])
+    def gap(run: Finished, *options: str, status: int = 0) -> str:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        capsys.readouterr()
+        assert main(["gap", str(run.run_dir), *options]) == status
+        output = capsys.readouterr()
+        return output.out + output.err
 
-    def start(*options: str) -> Finished:
-        with monkeypatch.context() as patch:
-            patch.setattr(startup, "make_observers", with_meter)
-            return started(*options)
-
-    return start
+    yield gap
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def measured_steps(run: Finished) -> list[dict[str, Any]]:
-    """Return the records of the steps in which the gap was measured."""
-    return [step for step in run.records() if "gap/loss" in step]
+def figures(output: str) -> dict[str, list[float]]:
+    """Return distance, cosine and ratio of norms by layer. The output has one precision."""
+    rows = rows_of(output)
+    return {layer: [float(cell) for cell in rows[layer][0]] for layer in rows if layer != "layer"}
 
 
 @contextmanager
-def broken_from(step: int, run_dir: Path) -> Iterator[None]:
-    """Keep only the largest inputs of one linear when they are quantized, from `step` on."""
+def broken_quantizer() -> Iterator[None]:
+    """Keep only the largest inputs of one linear when they are quantized."""
     quantize_along = EmulatedGemm.quantize_along
 
     def broken(gemm: EmulatedGemm, role: str, x: torch.Tensor, *rest: Any) -> Any:
-        is_broken = gemm.name == f"{LAYER}.mlp.down_proj" and role == "input"
-        if is_broken and steps_logged(run_dir) >= step - 1:
+        if gemm.name == f"{LAYER}.mlp.down_proj" and role == "input":
             x = x * (x.abs() > x.abs().max() / 2)
         return quantize_along(gemm, role, x, *rest)
 
@@ -76,38 +66,52 @@ def broken_from(step: int, run_dir: Path) -> Iterator[None]:
         yield
 
 
-def test_losses_and_weights_are_those_of_a_run_without_a_meter(
-    started: Callable, measured: Callable
+def test_the_gap_shows_the_layer_with_a_broken_quantizer(
+    started: Callable, gap_of: Callable[..., str]
 ) -> None:
-    """Covers one microbatch, dropout and stochastic rounding."""
+    run = started("run")
+    before = contents(run.run_dir)
+    output = gap_of(run)
+    assert contents(run.run_dir) == before, "the command writes nothing"
+    loss = re.search(r"current: loss (\d\.\d+), [+−](0\.\d+) nats from BF16's", output)
+    assert loss and 0 < float(loss[2]) < 0.1 < float(loss[1])
+    whole = figures(output)
+    assert {LAYER, "model.embed_tokens", "model.norm", "all"} <= whole.keys()
+    for distance, cosine, ratio in whole.values():
+        assert 0 < distance < 0.2 and 0.98 < cosine < 1 and 0.9 < ratio < 1.1
+        assert distance**2 == pytest.approx(1 + ratio**2 - 2 * ratio * cosine, abs=1e-3)
+    with broken_quantizer():
+        broken = figures(gap_of(run))
+    growth = [
+        broken[f"model.layers.{layer}"][0] / whole[f"model.layers.{layer}"][0] for layer in (0, 1)
+    ]
+    assert growth[0] < 1.2 < 1.5 < growth[1], growth
+
+
+def test_both_sides_have_the_same_dropout_masks(
+    started: Callable, gap_of: Callable[..., str]
+) -> None:
+    """Covers stochastic rounding, exact BF16 weights, and a precision of the command line."""
     gpt2 = (
         "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, "
         "n_positions: 32, attn_pdrop: 0.0}"
     )
-    options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
-    plain = started("plain", *options)
-    run = measured("run", *options)
-    assert run.losses() == plain.losses()
-    assert saved(run.run_dir, STEPS) == saved(plain.run_dir, STEPS)
-    first, second = measured_steps(run)
-    assert (first["step"], second["step"]) == (2, 4)
-    for step in (first, second):
-        assert 0 < abs(step["gap/loss"]) < 0.1
-        assert 0.9 < step["gap/cosine"] < 1
-        assert 0.8 < step["gap/norm_ratio"] < 1.2
-        assert 0.9 < step["gap/cosine/transformer.h.1"] < 1, (
-            "the measurement used other dropout masks"
-        )
+    run = started("run", gpt2, "precision=bf16")
+    assert "the run has no low precision; set --precisions" in gap_of(run, status=2)
+    output = gap_of(run, "--precisions", "mxfp4,delayed", "--packs", "3")
+    rows = rows_of(output)
+    for mxfp4, delayed in (rows["transformer.h.1"], rows["all"]):
+        assert 0.9 < float(mxfp4[1]) < float(delayed[1]) < 1
 
 
-def test_the_gap_shows_the_layer_with_a_broken_quantizer(
-    measured: Callable, tmp_path: Path
+def test_the_gap_of_a_mixture_counts_choices_that_differ(
+    started: Callable, small_recipe: dict[str, Any], gap_of: Callable[..., str]
 ) -> None:
-    with broken_from(step=3, run_dir=tmp_path / "run"):
-        first, second = measured_steps(measured("run"))
-    growth = [
-        (1 - second[f"gap/cosine/model.layers.{layer}"])
-        / (1 - first[f"gap/cosine/model.layers.{layer}"])
-        for layer in (0, 1)
-    ]
-    assert growth[0] < 1.5 and growth[1] > 2, growth
+    """The layers are recomputed, so they choose experts twice."""
+    config = {
+        key: value for key, value in small_recipe["model"]["config"].items() if key != "head_dim"
+    }
+    small_recipe["model"] = {"config": config | EXPERTS, "gradient_checkpointing": "full"}
+    output = gap_of(started("run", "precision=delayed"))
+    share = re.search(r"; ([\d.]+) % of the choices of experts differ", output)
+    assert share and 0 < float(share[1]) < 20
