@@ -13,8 +13,7 @@ from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.cards import CARDS, Card
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
-from pretrain.plan.memory import Devices
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Training
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import select_precision
@@ -86,8 +85,8 @@ def prediction(card: Card, precision: str, **sizes: int) -> Prediction | None:
     # `cells_of` checks whether the card runs the precision.
     active = select_precision(precision, LowPrecisionSettings(), lambda _: None)
     schedule = PrecisionSchedule([(None, active)], recipe.train.steps or 1)
-    plan = Plan(recipe, schedule, Devices(), flops, MEAN_SQUARED)
-    plan = plan_on(devices_called(card.name), plan, model)
+    training = Training(recipe, schedule, flops, MEAN_SQUARED)
+    plan = plan_on(devices_called(card.name), training, model)
     return predict(plan) if plan.takes(1) <= plan.devices.memory else None
 
 

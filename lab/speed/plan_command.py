@@ -18,7 +18,7 @@ from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.cards import card_called
-from pretrain.plan.plan import KEPT_FREE, Plan, settings_that_fit
+from pretrain.plan.plan import KEPT_FREE, Plan, Training, settings_that_fit
 from pretrain.plan.rendering import (
     flops_line,
     horizon_lines,
@@ -29,7 +29,7 @@ from pretrain.plan.rendering import (
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
 from pretrain.run.data import open_data
-from pretrain.run.job import plan_elsewhere
+from pretrain.run.job import training_elsewhere
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -67,64 +67,65 @@ def main(options: argparse.Namespace) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     with_default = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
     recipe = with_precision(with_default, os.environ)
-    plans, unsuitable = _plan_in_precisions(
+    trainings, unsuitable = _trainings_in_precisions(
         recipe, options.overrides, is_set=loaded.precision is not None
     )
-    plan, _ = next(iter(plans.values()))
+    training, _ = next(iter(trainings.values()))
 
-    print(f"{plan.recipe.name}: {plan.recipe.weights} weights\n{'─' * width()}")
+    print(f"{training.recipe.name}: {training.recipe.weights} weights\n{'─' * width()}")
     print(
         in_subjects(
             {
-                "model": model_lines(plan),
-                "horizon": horizon_lines(plan),
-                "FLOPs": [flops_line(plan)],
+                "model": model_lines(training),
+                "horizon": horizon_lines(training),
+                "FLOPs": [flops_line(training)],
             }
         ),
         end="\n\n",
     )
     for devices in targets:
         on_devices = {
-            label: plan_on(devices, *planned, options.config) for label, planned in plans.items()
+            label: plan_on(devices, *of_label, options.config)
+            for label, of_label in trainings.items()
         }
         print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
     notes = [
         *NOTES,
-        *([] if plan.packs else [WITHOUT_PACKS]),
+        *([] if training.packs else [WITHOUT_PACKS]),
         "losses: docs/evidence.md, by model and tokens per parameter (here "
-        f"{units.count(plan.total_tokens / plan.flops.parameters)})",
+        f"{units.count(training.total_tokens / training.flops.parameters)})",
         *unsuitable,
-        *([plan.flops.uncounted_warning] if plan.flops.uncounted else []),
-        *plan.notices,
+        *([training.flops.uncounted_warning] if training.flops.uncounted else []),
+        *training.notices,
     ]
     print("\n".join(_wrapped(f"* {text}") for text in notes))
     return 0
 
 
-def _plan_in_precisions(
+def _trainings_in_precisions(
     recipe: Recipe, overrides: Sequence[str], *, is_set: bool
-) -> tuple[dict[str, tuple[Plan, PreTrainedModel]], list[str]]:
-    """Plan a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
+) -> tuple[dict[str, tuple[Training, PreTrainedModel]], list[str]]:
+    """Check a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
 
     is_set: True if the user has set the precision of the recipe. Then it is compared with BF16
         alone.
 
-    Return two values. The first maps precisions to results of `plan_elsewhere`, and begins with the
-    precision of the recipe. The second lists why other precisions do not suit the recipe.
+    Return two values. The first maps precisions to results of `training_elsewhere`, and begins with
+    the precision of the recipe. The second lists why other precisions do not suit the recipe.
     """
     # Open the packs once for all precisions.
     data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
-    planned = plan_elsewhere(recipe, overrides, data)
-    plan, _ = planned
+    with_shapes = training_elsewhere(recipe, overrides, data)
+    schedule = with_shapes[0].schedule
     head = recipe.fp8_config.scope.removeprefix("linear")
     labels = [BF16.name]
     if not is_set:
         labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     # Without a quantized phase, the scope has no meaning.
-    plans = {plan.schedule.label + (head if plan.schedule.quantizes else ""): planned}
+    trainings = {schedule.label + (head if schedule.quantizes else ""): with_shapes}
     unsuitable = []
     for label in dict.fromkeys(labels):
-        if label in plans:
+        if label in trainings:
             continue
         name = label.removesuffix("+head")
         settings = recipe.fp8_config.model_copy(
@@ -132,10 +133,10 @@ def _plan_in_precisions(
         )
         candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans[label] = plan_elsewhere(candidate, overrides, data)
+            trainings[label] = training_elsewhere(candidate, overrides, data)
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
-    return plans, unsuitable
+    return trainings, unsuitable
 
 
 def fits(plan: Plan) -> bool:

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import cards_in
-from pretrain.model.attention import choose, refusal_of
-from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
+from pretrain.model.attention import refusal_of
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.formats.definition import QuantizedPrecision
 
 
@@ -26,40 +26,22 @@ def devices_called(text: str) -> Devices:
 
 
 def plan_on(
-    devices: Devices, plan: Plan, shapes: PreTrainedModel, topology: str | None = None
+    devices: Devices, training: Training, shapes: PreTrainedModel, topology: str | None = None
 ) -> Plan:
-    """Return a copy of `plan` for `devices`.
+    """Return the plan of a training on `devices`.
 
     devices: the result of `devices_called`.
     shapes: the model on the meta device.
     topology: "ddp", "zero" or "fsdp2", which a single device ignores. By default, the first of them
         that fits into the memory of several devices.
     """
-    # It is assumed that the devices have all packages of requirements-cuda.txt.
-    attention = choose(
-        plan.recipe.model.attention,
-        "cuda",
-        plan.flops.shape.head_dim,
-        plan.compute_dtype,
-        plan.mean_squared,
-        devices.capability,
-    ).name
-    layers = {
-        active.precision.name: layers_of(
-            shapes, plan.flops, plan.recipe, active, "cuda", attention, devices.capability
-        )
-        for active in plan.precisions
-    }
-    unsharded = replace(plan, devices=devices, layers=layers, attention=attention)
-    fitted = spend_spare_memory(unsharded)
-    needed = fitted.takes(fitted.expected_microbatch)
+    unsharded = plan_for(training, shapes, devices, elsewhere=True)
+    needed = unsharded.takes(unsharded.expected_microbatch)
     is_default = topology is None and needed <= devices.memory
     if devices.count == 1 or topology == "ddp" or is_default:
-        return fitted
-    sharded = replace(unsharded, devices=replace(devices, sharded=True))
-    is_gathered = topology == "zero" or fits_gathered(sharded)
-    gathered = replace(sharded.devices, gathered=is_gathered)
-    return spend_spare_memory(replace(sharded, devices=gathered))
+        return unsharded
+    sharded = replace(devices, sharded=True, gathered=topology == "zero")
+    return plan_for(training, shapes, sharded, elsewhere=True)
 
 
 def obstacle(plan: Plan) -> str | None:

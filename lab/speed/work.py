@@ -68,7 +68,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         kept=kept / (active.precision.number_bytes * in_layers),
         experts_kept=sum(layers[-1].experts_left_out.values()),
         keeping_codes=sum(layer.keeps_codes for layer in layers) / len(layers),
-        attention=plan.attention,
+        attention=plan.attention.name,
         mean_squared=plan.mean_squared,
         tokens=microbatches * size * recipe.data.length,
         microbatch=size * recipe.data.length,

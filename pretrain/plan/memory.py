@@ -98,6 +98,11 @@ class Devices:
         return f"{self.count} x {self.name}"
 
     @property
+    def type(self) -> str:
+        """Return torch's type of the devices, "cpu" or "cuda"."""
+        return "cpu" if self.name == "CPU" else "cuda"
+
+    @property
     def shards(self) -> int:
         """Return the number of devices over which one copy of the parameters is distributed."""
         return self.count // self.replicas if self.sharded else 1
@@ -219,7 +224,7 @@ def optimizer_state(
         the memory of the device.
     """
     values = math.ceil(flops.parameters / devices.shards)
-    offloaded = OFFLOADED["none" if devices.name == "CPU" else recipe.optimizer.offload]
+    offloaded = OFFLOADED["none" if devices.type == "cpu" else recipe.optimizer.offload]
     hidden = math.ceil(flops.hidden_weights / devices.shards)  # with one moment
     moments = (2 * values - hidden) * BYTES[recipe.moments_kept_in]
     remainders = 2 * values * (recipe.weights == "bf16_exact")
@@ -331,28 +336,25 @@ def layers_of(
     flops: ModelFlops,
     recipe: Recipe,
     active: ActivePrecision,
-    device_type: str,
+    devices: Devices,
     attention: str,
-    capability: tuple[int, int] | None = None,
 ) -> list[LayerMemory]:
     """Return the memory of each decoder layer of `model`, in order.
 
     model: the model on the meta device.
     flops: the FLOPs and sizes of the model.
     active: the precision of the run or phase.
-    device_type: "cpu" or "cuda".
     attention: the name of the packed attention, which determines the tensors that fused layers
         keep.
-    capability: CUDA compute capability, see `Devices.capability`.
     """
     layers = decoder_layers(model)
     is_low = active.precision.quantized
-    decisions = decide(model, list(layers.values()), active, capability) if is_low else {}
+    decisions = decide(model, list(layers.values()), active, devices.capability) if is_low else {}
     low = quantized_names(decisions)
     not_fused = not_fused_because(
-        recipe.model.fused, active, device_type, getattr(torch, active.precision.compute_dtype)
+        recipe.model.fused, active, devices.type, getattr(torch, active.precision.compute_dtype)
     )
-    layouts = active.precision.layouts_on(capability)
+    layouts = active.precision.layouts_on(devices.capability)
     unquantized = UNQUANTIZED[active.precision.compute_dtype]
     left_out = _experts_left_out(model, decisions) if flops.choices else {}
     compiled = compiled_layer(flops, active.precision, layouts, left_out)

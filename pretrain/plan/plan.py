@@ -3,29 +3,37 @@
 No weights are loaded for a plan. The module `rendering` prints a plan. The functions of this module
 do not read any file.
 
-The second part of this module chooses two settings by the memory of a device: the number of tokens
-in a chunk of the loss, and whether layers keep rotated queries, keys and values for backward. The
-choice depends only on the recipe and the device. The size of the chunk changes the order of sums,
-so a checkpoint stores the size that its run has used (pretrain.run.checkpointing). Keeping the
-rotated tensors does not change any result.
+A `Training` has the facts that its devices do not change. `plan_for` makes the plan for devices: it
+chooses the attention, assesses the memory of each layer, and chooses three settings by the memory
+of a device. The choices depend only on the recipe and the devices.
+
+* FSDP2 on GPUs gathers weights and reduces gradients only once a step if this fits, because it is
+  faster.
+* The number of tokens in a chunk of the loss. It changes the order of sums, so a checkpoint stores
+  the number that its run has used (pretrain.run.checkpointing).
+* Whether layers keep rotated queries, keys and values for backward. This changes no result.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from transformers import PreTrainedModel
 
 from foundation import units
 from packing.order import Mixture
 from pretrain.metrics.flops import FLOPS_PER_WEIGHT, ModelFlops
+from pretrain.model.attention import Choice, choose
+from pretrain.model.distributed import from_all_ranks
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (
     Devices,
     LayerMemory,
+    layers_of,
     optimizer_state,
     step_memory,
 )
@@ -35,43 +43,24 @@ from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The settings of one run, and the numbers that are computed from them.
+class Training:
+    """The settings of one run, and the numbers that do not depend on its devices.
 
-    Tokens, FLOPs and tokens/s are totals of all devices. Memory is the memory of one device.
+    Tokens and FLOPs are totals of all devices.
     """
 
     recipe: Recipe
     schedule: PrecisionSchedule
-    devices: Devices
     flops: ModelFlops
     # Mean over tokens of the length of the document that contains the token. The FLOPs of attention
     # per token are proportional to this mean.
     mean_squared: float
-    # Map the name of each precision of the run to the memory of each layer. Empty until the layers
-    # have been assessed for the devices.
-    layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    # Name of the packed attention. Empty until it has been chosen for the devices.
-    attention: str = ""
     # Number of training packs. None for a stream, or if the packs of the plan do not exist yet.
     packs: int | None = None
     # The mixture of several sources. None if there is a single source.
     mixture: Mixture | None = None
-    # The number of tokens in a chunk of the loss that was chosen for `loss.chunk: auto`. None for
-    # the default number.
-    chunk: int | None = None
-    # True if layers keep queries, keys and values both before and after rotation.
-    keeps_rotated: bool = False
     # Lines about a schedule that was shortened to the length on the command line.
     notices: Sequence[str] = ()
-
-    @property
-    def loss(self) -> LossSettings:
-        """Return the loss settings of the recipe, with `chunk` in place of `loss.chunk: auto`."""
-        settings = self.recipe.loss
-        if settings.chunk == "auto" and self.chunk:
-            return settings.model_copy(update={"chunk": self.chunk})
-        return settings
 
     # ── Precisions ──
 
@@ -93,6 +82,93 @@ class Plan:
     # ── The packs of a step ──
 
     @property
+    def tokens_per_step(self) -> int:
+        """Return the number of tokens in a step, summed over all devices."""
+        return self.recipe.batch.tokens
+
+    @property
+    def packs_per_step(self) -> int:
+        """Return the number of packs in a step, summed over all devices."""
+        return self.tokens_per_step // self.recipe.data.length
+
+    # ── The whole run ──
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the run, also called its horizon."""
+        return self.schedule.steps
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the number of tokens of the run from its first to its last step."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def total_packs(self) -> int:
+        """Return the number of packs of the run from its first to its last step."""
+        return self.total_tokens // self.recipe.data.length
+
+    @property
+    def epochs(self) -> float | None:
+        """Return the number of epochs, or None if the number of training packs is not known."""
+        return self.total_packs / self.packs if self.packs else None
+
+    @property
+    def flops_per_token(self) -> float:
+        """Return the mean training FLOPs per token.
+
+        The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
+        """
+        return self.flops.step(1, self.mean_squared)
+
+    @property
+    def checkpoints_at_once(self) -> int:
+        """Return the largest number of checkpoints that exist on the disk at the same time.
+
+        These are the checkpoints that are kept, and the checkpoint that is being written. A short
+        run may write fewer checkpoints. Then only the written checkpoints are counted.
+        """
+        settings = self.recipe.checkpoint
+        every = settings.every or self.steps
+        written = (self.steps - 1) // every + bool(settings.at_end or self.recipe.evaluate.served)
+        is_early_kept = every <= self.before_decay
+        return min(settings.keep + 1 + is_early_kept, written) + settings.best
+
+    @property
+    def before_decay(self) -> int:
+        """Return the last step before the decay of the learning rate at the end of the run.
+
+        Return 0 if the schedule has no such decay. A longer run can branch from a checkpoint of
+        this step or of an earlier step.
+        """
+        return decay_begins(self.recipe.schedule, self.steps) or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Training):
+    """A training on its devices. `plan_for` makes it. Memory is the memory of one device."""
+
+    devices: Devices
+    # Map the name of each precision of the run to the memory of each layer.
+    layers: Mapping[str, Sequence[LayerMemory]]
+    attention: Choice
+    # The number of tokens in a chunk of the loss that was chosen for `loss.chunk: auto`. None for
+    # the default number.
+    chunk: int | None = None
+    # True if layers keep queries, keys and values both before and after rotation.
+    keeps_rotated: bool = False
+
+    @property
+    def loss(self) -> LossSettings:
+        """Return the loss settings of the recipe, with `chunk` in place of `loss.chunk: auto`."""
+        settings = self.recipe.loss
+        if settings.chunk == "auto" and self.chunk:
+            return settings.model_copy(update={"chunk": self.chunk})
+        return settings
+
+    # ── The packs of a device ──
+
+    @property
     def microbatch(self) -> int | None:
         """Return the number of packs in a microbatch, or None if the run finds it by trial.
 
@@ -104,16 +180,6 @@ class Plan:
             return None
         microbatches = -(-self.packs_per_rank // most)
         return -(-self.packs_per_rank // microbatches)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the number of tokens in a step, summed over all devices."""
-        return self.recipe.batch.tokens
-
-    @property
-    def packs_per_step(self) -> int:
-        """Return the number of packs in a step, summed over all devices."""
-        return self.tokens_per_step // self.recipe.data.length
 
     @property
     def packs_per_rank(self) -> int:
@@ -152,49 +218,7 @@ class Plan:
             if size == 1 or self.takes(size) <= self.devices.memory
         )
 
-    # ── The whole run ──
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of the run, also called its horizon."""
-        return self.schedule.steps
-
-    @property
-    def total_tokens(self) -> int:
-        """Return the number of tokens of the run from its first to its last step."""
-        return self.steps * self.tokens_per_step
-
-    @property
-    def total_packs(self) -> int:
-        """Return the number of packs of the run from its first to its last step."""
-        return self.total_tokens // self.recipe.data.length
-
-    @property
-    def epochs(self) -> float | None:
-        """Return the number of epochs, or None if the number of training packs is not known."""
-        return self.total_packs / self.packs if self.packs else None
-
-    @property
-    def flops_per_token(self) -> float:
-        """Return the mean training FLOPs per token.
-
-        The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
-        """
-        return self.flops.step(1, self.mean_squared)
-
-    @property
-    def experts_in_bf16(self) -> list[str]:
-        """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
-        in_experts = FLOPS_PER_WEIGHT * self.flops.expert_weights / self.flops_per_token
-        return [
-            f"experts compute in BF16 and have {units.percent(in_experts * part)} of the FLOPs "
-            f"({reason})"
-            for active in self.precisions
-            if active.precision.quantized
-            for reason, part in self.layers[active.precision.name][-1].experts_left_out.items()
-        ]
-
-    # ── Memory and checkpoints ──
+    # ── Memory ──
 
     def memory(self, microbatch: int) -> dict[str, int]:
         """Map each part of a device's memory to its number of bytes.
@@ -229,26 +253,16 @@ class Plan:
         return sum(optimizer_state(self.recipe, self.flops, self.devices, on_host=True).values())
 
     @property
-    def checkpoints_at_once(self) -> int:
-        """Return the largest number of checkpoints that exist on the disk at the same time.
-
-        These are the checkpoints that are kept, and the checkpoint that is being written. A short
-        run may write fewer checkpoints. Then only the written checkpoints are counted.
-        """
-        settings = self.recipe.checkpoint
-        every = settings.every or self.steps
-        written = (self.steps - 1) // every + bool(settings.at_end or self.recipe.evaluate.served)
-        is_early_kept = every <= self.before_decay
-        return min(settings.keep + 1 + is_early_kept, written) + settings.best
-
-    @property
-    def before_decay(self) -> int:
-        """Return the last step before the decay of the learning rate at the end of the run.
-
-        Return 0 if the schedule has no such decay. A longer run can branch from a checkpoint of
-        this step or of an earlier step.
-        """
-        return decay_begins(self.recipe.schedule, self.steps) or 0
+    def experts_in_bf16(self) -> list[str]:
+        """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
+        in_experts = FLOPS_PER_WEIGHT * self.flops.expert_weights / self.flops_per_token
+        return [
+            f"experts compute in BF16 and have {units.percent(in_experts * part)} of the FLOPs "
+            f"({reason})"
+            for active in self.precisions
+            if active.precision.quantized
+            for reason, part in self.layers[active.precision.name][-1].experts_left_out.items()
+        ]
 
     @property
     def warnings(self) -> list[str]:
@@ -257,29 +271,36 @@ class Plan:
         batch = recipe.batch
         needed = self.takes(self.expected_microbatch) / units.GIB
         available = self.devices.memory / units.GIB
-        # Map each warning to a value that is true if the warning applies.
-        warnings = {
-            f"a device needs about {units.memory(needed)}, which may not fit into its memory of "
-            f"{units.memory(available)}; {settings_that_fit(self)}": needed > available,
-            "`weights: bf16` loses the smallest updates of the weights; set `weights: bf16_exact` "
-            "to keep all of them": recipe.weights == "bf16",
-            f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} packs "
-            "that a device has in a step": (
-                isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
-            ),
-            "`fp8_config.fp8_format: HYBRID` quantizes gradients to E5M2; in published reports, "
-            "training diverged with it, so set `fp8_format: E4M3`, the default": any(
-                active.precision.options.get("fp8_format") == "E4M3"
-                and active.settings.fp8_format == "HYBRID"
-                for active in self.precisions
-            ),
-            **dict.fromkeys(self.experts_in_bf16, True),
-        }
-        applying = [text for text, applies in warnings.items() if applies]
-        return [*applying, self.flops.uncounted_warning] if self.flops.uncounted else applying
+        warnings = []
+        if needed > available:
+            warnings.append(
+                f"a device needs about {units.memory(needed)}, which may not fit into its memory "
+                f"of {units.memory(available)}; {settings_that_fit(self)}"
+            )
+        if recipe.weights == "bf16":
+            warnings.append(
+                "`weights: bf16` loses the smallest updates of the weights; set `weights: "
+                "bf16_exact` to keep all of them"
+            )
+        if batch.microbatch != "auto" and batch.microbatch > self.packs_per_rank:
+            warnings.append(
+                f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} "
+                "packs that a device has in a step"
+            )
+        usual = [active.precision.options.get("fp8_format") for active in self.precisions]
+        chosen = [active.settings.fp8_format for active in self.precisions]
+        if ("E4M3", "HYBRID") in zip(usual, chosen, strict=True):
+            warnings.append(
+                "`fp8_config.fp8_format: HYBRID` quantizes gradients to E5M2; in published "
+                "reports, training diverged with it, so set `fp8_format: E4M3`, the default"
+            )
+        warnings += dict.fromkeys(self.experts_in_bf16)
+        if self.flops.uncounted:
+            warnings.append(self.flops.uncounted_warning)
+        return warnings
 
 
-# ── The use of a device's memory ──────────────────────────────────────────────────────────────────
+# ── The plan for devices ──────────────────────────────────────────────────────────────────────────
 
 # The share of a device's memory that stays free. CUDA, NCCL and fragmentation of memory need it,
 # and the estimate of memory does not include them.
@@ -293,6 +314,37 @@ FULL_SPEED = 32_768
 # The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. With a vocabulary of
 # 131,072 tokens, a chunk of the default size, 4,096 tokens, has this number of logits.
 LOGITS = 2**29
+
+
+def plan_for(
+    training: Training, shapes: PreTrainedModel, devices: Devices, *, elsewhere: bool = False
+) -> Plan:
+    """Return the plan of a training on devices.
+
+    shapes: the model on the meta device.
+    elsewhere: True if this machine does not have the devices. It is assumed that their machine has
+        all packages of requirements-cuda.txt.
+
+    All ranks must call this function, and get the same choices.
+    """
+    attention = choose(
+        training.recipe.model.attention,
+        devices.type,
+        training.flops.shape.head_dim,
+        training.compute_dtype,
+        training.mean_squared,
+        devices.capability if elsewhere else None,
+    )
+    layers = {
+        active.precision.name: layers_of(
+            shapes, training.flops, training.recipe, active, devices, attention.name
+        )
+        for active in training.precisions
+    }
+    plan = Plan(**vars(training), devices=devices, layers=layers, attention=attention)
+    if devices.sharded and devices.type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
+        plan = replace(plan, devices=replace(devices, gathered=True))
+    return spend_spare_memory(plan)
 
 
 def fits_gathered(plan: Plan) -> bool:
@@ -315,7 +367,7 @@ def spend_spare_memory(plan: Plan) -> Plan:
     not keep rotated tensors.
     """
     plan = replace(plan, chunk=None, keeps_rotated=False)
-    if plan.devices.name == "CPU":
+    if plan.devices.type == "cpu":
         return plan
     most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
     packs = plan.microbatch or max(

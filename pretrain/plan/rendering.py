@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from foundation import units
 from foundation.units import GIB, plural
 from pretrain.optimizer.schedule import describe
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Plan, Training
 
 
 def width() -> int:
@@ -76,7 +76,7 @@ def _devices_line(plan: Plan) -> str:
     return f"{devices}, {replicas}shards, gathered {use}, reduced in each microbatch"
 
 
-def model_lines(plan: Plan) -> list[str]:
+def model_lines(plan: Training) -> list[str]:
     """Return lines about the model's parameters, its shape, and the layers that stay in BF16."""
     flops = plan.flops
     shape = flops.shape
@@ -126,7 +126,7 @@ def _step_line(plan: Plan) -> str:
     return f"{total}{plural(microbatches, 'microbatch')} x {plural(plan.microbatch, 'pack')}{share}"
 
 
-def flops_line(plan: Plan) -> str:
+def flops_line(plan: Training) -> str:
     """Return a line with the FLOPs of a token, of a step, and of the run."""
     tokens = {"per token": 1, "per step": plan.tokens_per_step, "in total": plan.total_tokens}
     muon = f", and {units.operations(plan.flops.orthogonalization)} per step for Muon"
@@ -136,7 +136,7 @@ def flops_line(plan: Plan) -> str:
     ) + muon * (plan.flops.orthogonalization > 0)
 
 
-def horizon_lines(plan: Plan) -> list[str]:
+def horizon_lines(plan: Training) -> list[str]:
     """Return lines about the steps: their number, precisions, sources of data and learning rate."""
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]

@@ -178,7 +178,7 @@ def build_model(job: Job, accelerator: Accelerator) -> Built:
                 kept=weights,
                 weights=job.weight_dtype,
                 seed=recipe.seed,
-                backend=job.attention.name,
+                backend=job.plan.attention.name,
             )
         )
     hf = build(
@@ -187,7 +187,7 @@ def build_model(job: Job, accelerator: Accelerator) -> Built:
         weights=weights,
         seed=recipe.seed,
         device=accelerator.device,
-        backend=job.attention.name,
+        backend=job.plan.attention.name,
     )
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
     return Built(hf, round_weights(hf, job.weight_dtype) if exact else {})
@@ -216,7 +216,7 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
         decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
         in_models[name] = PrecisionInModel(active, engines[name], decisions, {})
     fused, about_fusing = _fuse(job, layers, list(in_models.values()), context, device.type)
-    model = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context, fused)
+    model = PackedLanguageModel(hf, job.plan.attention.name, job.plan.loss, context, fused)
     precision = ModelPrecision(context, in_models, job.plan.schedule)
     for name, in_model in in_models.items():
         with precision.using(name):
@@ -426,11 +426,11 @@ def describe_shared_audit(
     elif packed.context.engines:
         compiled = "each layer, between its low-precision products"
     return {
-        "attention": {"kind": job.attention.name, "reason": job.attention.reason},
+        "attention": {"kind": job.plan.attention.name, "reason": job.plan.attention.reason},
         "fused": fused,
         "compiled": compiled,
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
-        "cuda_graphs": cuda_graphs(job.plan, job.shapes, device_type),
+        "cuda_graphs": cuda_graphs(job.plan, job.shapes),
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }

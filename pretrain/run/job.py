@@ -27,7 +27,6 @@ from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention, graphs
 from pretrain.model.distributed import (
     device_of,
-    from_all_ranks,
     gathers_once_a_step,
     processes_on_host,
     refused_together,
@@ -49,8 +48,8 @@ from pretrain.plan.checks import (
     check_sizes,
     steps_of,
 )
-from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import Missing, missing_on, select_precision
@@ -90,7 +89,6 @@ class Job:
     shapes: PreTrainedModel
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
-    attention: attention.Choice
     # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
     source_config: dict[str, Any]
 
@@ -203,30 +201,27 @@ def prepare_job(
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
     _check_data(checked.recipe, data, shapes.config)
-    plan = _plan_of(checked, flops, data, _devices_of(accelerator, checked.phases), overrides)
-    plan, chosen = _fit_to_machine(plan, shapes, accelerator)
-    return Job(
-        plan,
-        run_dir_of(recipe),
-        shapes,
-        data,
-        tokenizer,
-        chosen,
-        source_config(recipe.model),
-    )
+    training = _training_of(checked, flops, data, overrides)
+    plan = plan_for(training, shapes, _devices_of(accelerator, checked.phases))
+    if plan.devices.type == "cpu":
+        plan = use_one_thread(plan)
+    cuda_graphs(plan, shapes)
+    if plan.recipe.optimizer.offload != "none" and plan.devices.type == "cuda":
+        refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
+    return Job(plan, run_dir_of(recipe), shapes, data, tokenizer, source_config(recipe.model))
 
 
-def plan_elsewhere(
+def training_elsewhere(
     recipe: Recipe, overrides: Sequence[str], data: Data | None
-) -> tuple[Plan, PreTrainedModel]:
+) -> tuple[Training, PreTrainedModel]:
     """Check a recipe that other machines will train.
 
     data: the packs, or None if they are missing on this machine.
 
     Every precision counts as supported. `lab.speed.targets.obstacle` checks the devices.
 
-    Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
-    the model on the meta device. See `prepare_job` for the other arguments and the errors.
+    Returns the training, and the model on the meta device. See `prepare_job` for the other
+    arguments and the errors.
     """
     checked = check_recipe(recipe, overrides, lambda precision: None)
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=False)
@@ -237,7 +232,7 @@ def plan_elsewhere(
             f"`train.epochs` needs the number of packs, but {recipe.data.packs} has none yet; to "
             "plan without packs, set train.steps=N or train.tokens=N instead"
         )
-    return _plan_of(checked, flops, data, Devices(), overrides), shapes
+    return _training_of(checked, flops, data, overrides), shapes
 
 
 # ── 1: the recipe ─────────────────────────────────────────────────────────────────────────────────
@@ -331,81 +326,31 @@ def _check_data(recipe: Recipe, data: Data, model: PretrainedConfig) -> None:
 # ── 3: the plan ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _plan_of(
-    checked: CheckedRecipe,
-    flops: ModelFlops,
-    data: Data | None,
-    devices: Devices,
-    overrides: Sequence[str],
-) -> Plan:
-    """Return the plan of the run on `devices`, without its `layers`.
+def _training_of(
+    checked: CheckedRecipe, flops: ModelFlops, data: Data | None, overrides: Sequence[str]
+) -> Training:
+    """Return the facts of the run that do not depend on its devices.
 
     data: the packs, or None if they do not exist.
     overrides: the key=value overrides on the command line.
     """
     recipe = checked.recipe
-    packs = None
+    length = recipe.data.length
+    packs = mixture = None
     if data and not (data.stream and data.stream.continues):
         packs = len(data.readable)
-    steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
+    steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, length)
     recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
     schedule.check(recipe.schedule, steps)
-    return Plan(
-        recipe,
-        PrecisionSchedule(checked.phases, steps),
-        devices,
-        flops,
-        # Without packs, assume that every pack contains one document.
-        data.mean_squared if data else float(recipe.data.length),
-        packs=packs,
-        mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
-        notices=[*notices, *(notes_of(data.train, recipe.data.tokenizer) if data else ())],
-    )
-
-
-def _fit_to_machine(
-    plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator
-) -> tuple[Plan, attention.Choice]:
-    """Assess the layers of the plan for this machine, and choose the attention.
-
-    shapes: the model on the meta device.
-
-    With FSDP2 on GPUs, weights are gathered and gradients reduced only once a step if the memory
-    suffices, because this is faster.
-
-    All ranks must call this function. Raises InputError if the host has too little free memory for
-    the state of all its processes, or if `model.cuda_graphs: on` is impossible.
-    """
-    device_type = accelerator.device.type
-    chosen = attention.choose(
-        plan.recipe.model.attention,
-        device_type,
-        plan.flops.shape.head_dim,
-        plan.compute_dtype,
-        plan.mean_squared,
-    )
-    layers = {
-        active.precision.name: layers_of(
-            shapes,
-            plan.flops,
-            plan.recipe,
-            active,
-            device_type,
-            chosen.name,
-            plan.devices.capability,
-        )
-        for active in plan.precisions
-    }
-    plan = replace(plan, layers=layers, attention=chosen.name)
-    if device_type == "cpu":
-        plan = use_one_thread(plan)
-    if plan.devices.sharded and device_type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
-        plan = replace(plan, devices=replace(plan.devices, gathered=True))
-    plan = spend_spare_memory(plan)
-    cuda_graphs(plan, shapes, device_type)
-    if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
-        refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
-    return plan, chosen
+    # Without packs, assume that every pack contains one document.
+    mean_squared = float(length)
+    if data:
+        mean_squared = data.mean_squared
+        notices = [*notices, *notes_of(data.train, recipe.data.tokenizer)]
+        if isinstance(data.train, MixedPacks):
+            mixture = data.train.mixture
+    precisions = PrecisionSchedule(checked.phases, steps)
+    return Training(recipe, precisions, flops, mean_squared, packs, mixture, notices)
 
 
 def use_one_thread(plan: Plan) -> Plan:
@@ -422,7 +367,7 @@ def use_one_thread(plan: Plan) -> Plan:
     return replace(plan, notices=[*plan.notices, notice])
 
 
-def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
+def cuda_graphs(plan: Plan, shapes: PreTrainedModel) -> str:
     """Return the setting `model.cuda_graphs`, or "off" with a reason if graphs are impossible.
 
     shapes: the model on the meta device.
@@ -433,7 +378,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
     # Map each reason to a value that is true if the reason applies.
     reasons = {
         "the recipe turns them off": model.cuda_graphs == "off",
-        "they need a GPU": device_type != "cuda",
+        "they need a GPU": plan.devices.type != "cuda",
         "FSDP2 reduces gradients in each microbatch": (
             plan.devices.sharded and not plan.devices.gathered
         ),

@@ -104,8 +104,8 @@ class Run:
         notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
-        if "needs the package flash-attn-4" in self.job.attention.reason:
-            self.console.notice(f"attention: the {self.job.attention.reason}")
+        if "needs the package flash-attn-4" in self.job.plan.attention.reason:
+            self.console.notice(f"attention: the {self.job.plan.attention.reason}")
         self._take_over_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",

@@ -138,7 +138,7 @@ TRAINING_MODES = (
     option(
         "--plan",
         action="store_true",
-        help="check every setting, print the planned time, memory and settings, and exit",
+        help="check every setting, print the planned steps, memory and settings, and exit",
     ),
     option(
         "--profile",

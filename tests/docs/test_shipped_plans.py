@@ -16,10 +16,10 @@ from foundation.units import GIB
 from lab.experiments.matrix_file import load_matrix
 from lab.speed.targets import devices_called, plan_on
 from pretrain.launch.environment import with_precision
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Training
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.selection import select_precision
-from pretrain.run.job import plan_elsewhere
+from pretrain.run.job import training_elsewhere
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     )
 }
 
-PLANNED: dict[str, tuple[Plan, PreTrainedModel]] = {}
+PLANNED: dict[str, tuple[Training, PreTrainedModel]] = {}
 
 
 def check_fit(recipe: Recipe, on: str, topology: str | None = None) -> None:
@@ -77,12 +77,12 @@ def check_fit(recipe: Recipe, on: str, topology: str | None = None) -> None:
     # Building a model takes most of the time.
     key = f"{recipe.model} {recipe.optimizer.name}"
     if key not in PLANNED:
-        PLANNED[key] = plan_elsewhere(recipe, [], None)
-    plan, shapes = PLANNED[key]
+        PLANNED[key] = training_elsewhere(recipe, [], None)
+    training, shapes = PLANNED[key]
     active = select_precision(str(recipe.precision), recipe.fp8_config, lambda _: None)
-    schedule = PrecisionSchedule([(None, active)], plan.steps)
-    plan = replace(plan, recipe=recipe, schedule=schedule)
-    plan = plan_on(devices_called(on), plan, shapes, topology)
+    schedule = PrecisionSchedule([(None, active)], training.steps)
+    training = replace(training, recipe=recipe, schedule=schedule)
+    plan = plan_on(devices_called(on), training, shapes, topology)
     needed = plan.takes(plan.expected_microbatch)
     assert needed <= plan.devices.memory, f"{needed / GIB:.1f} GiB do not fit"
 

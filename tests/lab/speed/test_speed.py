@@ -23,6 +23,7 @@ from lab.speed.speed import (
 )
 from lab.speed.work import work_of
 from pretrain.metrics.cards import CARDS, card_of
+from pretrain.model.attention import Choice
 from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
@@ -312,15 +313,15 @@ def plan(precision: str = "delayed", device: str = "H200", **changes: object) ->
         )
     engine = "torch" if precision == "bf16" else "transformer_engine"
     active = active_in(precision, engine, **changes.get("fp8_config", {}))
-    layers = layers_of(model, flops, resolved, active, "cuda", "packed_fa4", (9, 0))
+    layers = layers_of(model, flops, resolved, active, devices, "packed_fa4")
     return Plan(
         resolved,
         schedule_of(resolved, active),
-        devices,
         flops,
         mean_squared,
-        {active.precision.name: layers},
-        "packed_fa4",
+        devices=devices,
+        layers={active.precision.name: layers},
+        attention=Choice("packed_fa4", "requested"),
     )
 
 

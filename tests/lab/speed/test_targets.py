@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from lab.speed import targets
 from lab.speed.targets import devices_called, obstacle
-from pretrain.plan.memory import Devices
-from pretrain.plan.plan import Plan, settings_that_fit
+from pretrain.plan.plan import Plan, Training, settings_that_fit
 from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
@@ -43,14 +42,10 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
             precision=precision,
             **({"weights": "bf16_exact", "train": {"tokens": 10**9}} | changes),
         )
-        plan = Plan(
-            resolved,
-            schedule_of(resolved, active),
-            Devices(),
-            flops_of(trained),
-            mean_squared,
+        training = Training(
+            resolved, schedule_of(resolved, active), flops_of(trained), mean_squared
         )
-        return targets.plan_on(devices_called(target), plan, trained, topology)
+        return targets.plan_on(devices_called(target), training, trained, topology)
 
     return make
 
@@ -229,4 +224,4 @@ def test_a_target_uses_the_attention_that_is_chosen_there(
     config = QWEN3 | {"head_dim": head_dim}
     settings = {"config": config, "attention": requested}
     plan = plan_on(target, trained=on_meta(config), model=settings, mean_squared=float(length))
-    assert plan.attention == f"packed_{attention}"
+    assert plan.attention.name == f"packed_{attention}"

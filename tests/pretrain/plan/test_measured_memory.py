@@ -13,8 +13,7 @@ from foundation.units import GIB
 from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
-from pretrain.plan.memory import Devices
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Training
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
@@ -36,7 +35,7 @@ def test_the_plan_of_a_run_has_the_memory_that_it_allocated(run: dict[str, Any])
     engine = "transformer_engine" if recipe.precision in QUANTIZED else "torch"
     active = active_in(recipe.precision, engine, scope=recipe.fp8_config.scope)
     schedule = schedule_of(recipe, active)
-    plan = Plan(recipe, schedule, Devices(), ModelFlops.of(model), mean_squared=1024.0)
-    plan = plan_on(devices_called("H200"), plan, model)
+    training = Training(recipe, schedule, ModelFlops.of(model), mean_squared=1024.0)
+    plan = plan_on(devices_called("H200"), training, model)
     planned = plan.takes(recipe.batch.microbatch) / GIB
     assert planned == pytest.approx(run["memory_gib"], rel=0.01)

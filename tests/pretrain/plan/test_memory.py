@@ -10,6 +10,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
+from pretrain.model.attention import Choice
 from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
@@ -47,7 +48,15 @@ def plan(model: PreTrainedModel, precision: str, devices: Devices, **changes: An
     schedule = schedule_of(settings, active)
     flops = flops_of(model)
     layers = compiled_layers(flops, schedule)
-    return Plan(settings, schedule, devices, flops, mean_squared=745.0, layers=layers)
+    return Plan(
+        settings,
+        schedule,
+        flops,
+        mean_squared=745.0,
+        devices=devices,
+        layers=layers,
+        attention=Choice("packed_fa4", "requested"),
+    )
 
 
 def layers(
@@ -60,9 +69,8 @@ def layers(
         request.flops,
         request.recipe,
         request.schedule.at(1),
-        "cuda",
+        devices,
         "packed_fa4",
-        devices.capability,
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.units import GIB
 from lab.speed.speed import predict
+from pretrain.model.attention import Choice
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
@@ -50,7 +51,10 @@ def plan(
             settings, active_in("bf16", "torch"), packs=values["packs"]
         )
     flops = flops_of(model)
-    values = {"layers": compiled_layers(flops, values["schedule"])} | values
+    values = {
+        "layers": compiled_layers(flops, values["schedule"]),
+        "attention": Choice("packed_fa4", "requested"),
+    } | values
     return Plan(settings, devices=devices or Devices(), flops=flops, **values)
 
 
@@ -76,14 +80,16 @@ def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
     for fp8_format in ("HYBRID", "E4M3"):
         active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
         layers = {
-            "delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")
+            "delayed": layers_of(
+                model, flops_of(model), recipe(), active, Devices(), "packed_varlen"
+            )
         }
         plans[fp8_format] = plan(
             model,
             devices=Devices(name="NVIDIA H100 80GB HBM3"),
             schedule=schedule_of(recipe(), active),
             layers=layers,
-            attention="packed_varlen",
+            attention=Choice("packed_varlen", "requested"),
         )
     hybrid, e4m3 = plans.values()
     assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
@@ -155,7 +161,7 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     devices = Devices(name="NVIDIA H200", memory=140 * GIB)
-    text = render(plan(qwen3, devices=devices, attention="packed_fa4"))
+    text = render(plan(qwen3, devices=devices))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
         "1.72 B parameters, 1.41 B without embeddings, head tied",
@@ -287,10 +293,10 @@ def in_fp8(qwen3: PreTrainedModel) -> Plan:
         train={"steps": 10},
     )
     active = active_in("delayed", "transformer_engine", scope="linear+head")
-    layers = layers_of(qwen3, flops_of(qwen3), settings, active, "cuda", "packed_fa4")
+    layers = layers_of(qwen3, flops_of(qwen3), settings, active, Devices(), "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
     schedule = schedule_of(settings, active)
-    return Plan(settings, schedule, devices, flops_of(qwen3), 745.0, {"delayed": layers})
+    return plan(qwen3, settings, devices, schedule=schedule, layers={"delayed": layers})
 
 
 def with_memory(plan: Plan, memory: int = H200) -> Plan:
@@ -363,13 +369,13 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
         batch={"tokens": changes.get("packs", 32) * 4096, "microbatch": 1},
     )
     active = active_in(changes.get("precision", "delayed"), "transformer_engine")
-    layers = layers_of(model, flops_of(model), settings, active, "cuda", "packed_varlen")
+    layers = layers_of(model, flops_of(model), settings, active, Devices(), "packed_varlen")
     schedule = schedule_of(settings, active)
     devices = changes.get("devices")
     run_plan = plan(
         model, settings, devices, schedule=schedule, layers={active.precision.name: layers}
     )
-    status = cuda_graphs(run_plan, model, "cuda")
+    status = cuda_graphs(run_plan, model)
     if reason is None:
         assert status == settings.model.cuda_graphs
     else:
