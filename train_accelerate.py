@@ -360,7 +360,7 @@ def train_step(
     model, optimizer = run.assembly.model, run.assembly.optimizer
     run.follow_schedule()
     learning_rate = schedule.learning_rate(
-        state.step, recipe.schedule, recipe.optimizer, state.steps
+        state.step, recipe.schedule, recipe.optimizer.learning_rate, state.steps
     )
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)

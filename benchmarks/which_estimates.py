@@ -150,9 +150,10 @@ def share_of_extra_tokens(
     draw = np.random.default_rng(0)
     recipe = load_recipe(RECIPE, [*overrides, "schedule.warmup=0", f"train.steps={steps}"])
     numbers = np.arange(1, steps + 1)
-    rates = [learning_rate(step, recipe.schedule, recipe.optimizer, steps) for step in range(steps)]
+    peak = recipe.optimizer.learning_rate
+    rates = [learning_rate(step, recipe.schedule, peak, steps) for step in range(steps)]
     power_law = SLOPE / exponent * ((numbers / steps) ** -exponent - 1)
-    losses = LOSS + power_law + floor * np.array(rates) / recipe.optimizer.learning_rate
+    losses = LOSS + power_law + floor * np.array(rates) / peak
     protocol = Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, steps, steps // 5)
 
     def slope() -> float:

@@ -61,13 +61,14 @@ def parse_arguments() -> argparse.Namespace:
 def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     """Train with the packs and learning rates of the launcher. Return the figures of every step."""
     recipe = task.recipe
+    peak = recipe.optimizer.learning_rate
     figures = {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
     parameters = {id(p): p for p in way.model.parameters() if p.requires_grad}
     updated = {id(p): p for group in way.optimizer.param_groups for p in group["params"]}
     with task.batches(microbatch).steps(0, steps) as batches:
         for step in range(steps):
             began = time.perf_counter()
-            rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps)
+            rate = schedule.learning_rate(step, recipe.schedule, peak, steps)
             set_learning_rate(way.optimizer, rate)
             loss, norm = train_step(way, batches, recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began

@@ -333,7 +333,7 @@ def check_branches(trainings: WhichTrainings, protocol: Protocol) -> None:
     rate = partial(
         learning_rate,
         protocol.trunk - 1,
-        optimizer=baseline.optimizer,
+        peak=baseline.optimizer.learning_rate,
         total_steps=protocol.steps,
     )
     for cell in rounds.cells[1:]:

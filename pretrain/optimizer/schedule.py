@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from foundation.errors import InputError
 from foundation.units import plural
 from pretrain.settings.config import HORIZON, parse_overrides
-from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
+from pretrain.settings.recipe import Recipe, ScheduleSettings
 
 # Map each shape of the decay to a function. The function maps the progress of the decay (0 to 1) to
 # the fraction of the decay that remains (1 to 0).
@@ -31,14 +31,13 @@ _REMAINING = {
 _LENGTH = {"train", "batch.tokens", *HORIZON}
 
 
-def learning_rate(
-    step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int
-) -> float:
+def learning_rate(step: int, settings: ScheduleSettings, peak: float, total_steps: int) -> float:
     """Return the learning rate of step `step`, where 0 is the first step.
 
     If `step` is `total_steps` or more, return the final learning rate of the schedule.
+
+    peak: the largest learning rate.
     """
-    peak = optimizer.learning_rate
     if step < settings.warmup:
         return peak * ((step + 1) / settings.warmup)
     decay = total_steps - settings.warmup
@@ -103,7 +102,7 @@ def fit_to_command_line(
     if not given & _LENGTH or fitted == recipe.schedule:
         return recipe, []
     return recipe.model_copy(update={"schedule": fitted}), [
-        f"the schedule is shortened to {describe(fitted, recipe.optimizer, steps)}"
+        f"the schedule is shortened to {describe(fitted, recipe.optimizer.learning_rate, steps)}"
     ]
 
 
@@ -131,14 +130,13 @@ def shorten(
     )
 
 
-def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
+def describe(settings: ScheduleSettings, peak: float, total_steps: int) -> str:
     """Return one line that describes the schedule of the learning rate.
 
     The line has the kind of the schedule, the number of steps of each phase, the peak and the final
     learning rate.
     """
     warmup = settings.warmup
-    peak = optimizer.learning_rate
     phases = [f"warmup {warmup:,}"] if warmup else []
     if settings.kind == "wsd":
         decay = decay_steps(settings, total_steps)

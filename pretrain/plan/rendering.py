@@ -160,7 +160,7 @@ def horizon_lines(plan: Training) -> list[str]:
         ]
     optimizer = plan.recipe.optimizer
     muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
-    rates = describe(plan.recipe.schedule, optimizer, plan.steps)
+    rates = describe(plan.recipe.schedule, optimizer.learning_rate, plan.steps)
     return [*lines, rates + muon * (optimizer.name == "muon")]
 
 

@@ -41,10 +41,6 @@ class PrecisionSchedule:
     phases: Sequence[Phase]
     steps: int
 
-    def until(self, step: int) -> list[Phase]:
-        """Return the phases of the steps up to `step`, each with its last step."""
-        return [(min(span.last, step), span.active) for span in self.spans if span.first <= step]
-
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of the run in the order of their steps.

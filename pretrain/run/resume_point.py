@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError, as_input_error
+from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -26,18 +26,18 @@ from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
-from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
+from pretrain.settings.recipe import Recipe, ScheduleSettings
 
 # Beginnings of the keys that determine the learning rates, except for the peak.
 _SCHEDULE = ("schedule.", *HORIZON)
 # Map each setting that differs between a checkpoint and the run to (saved value, present value).
 # The keys are sorted.
 Changes = dict[str, tuple[Any, Any]]
-# A schedule of the learning rate: its settings, an optimizer that has only the peak of the learning
-# rate, and the number of steps.
-RateSchedule = tuple[ScheduleSettings, OptimizerSettings, int]
+# A schedule of the learning rate: its settings, the peak, and the number of steps.
+RateSchedule = tuple[ScheduleSettings, float, int]
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,7 @@ class ResumePoint:
         saved.pop("usual_gap", None)
         if self.is_branch:
             return HealthState(losses=saved["losses"])
-        with as_input_error(
-            (TypeError,),
-            f"{self.path}: the checkpoint was saved by an earlier version",
-            "in a new run, set `train.begin_with` to this checkpoint",
-        ):
-            return HealthState(**saved)
+        return HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Return True if the run streams its packs and the checkpoint belongs to other packs.
@@ -105,10 +100,8 @@ class ResumePoint:
 
     def state(self, job: Job) -> TrainState:
         """Return the counters with which the run continues."""
-        progress = dict(self.record["progress"])
-        # Earlier checkpoints have this key. `place` contains its value.
-        progress.pop("shift", None)
-        return TrainState(**progress | {"steps": job.plan.steps, "place": self.place(job)})
+        counters = {"steps": job.plan.steps, "place": self.place(job)}
+        return TrainState(**self.record["progress"] | counters)
 
 
 def where_to_resume(
@@ -210,11 +203,7 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
 
 def present_schedule(job: Job) -> RateSchedule:
     """Return the schedule of the job's learning rate."""
-    return (
-        job.recipe.schedule,
-        OptimizerSettings(learning_rate=job.recipe.optimizer.learning_rate),
-        job.plan.steps,
-    )
+    return job.recipe.schedule, job.recipe.optimizer.learning_rate, job.plan.steps
 
 
 def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
@@ -223,16 +212,13 @@ def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
     record: the content of the checkpoint's state.json.
     """
     identity = record["identity"]
-    schedule = {
+    settings = {
         key.removeprefix("schedule."): value
         for key, value in identity.items()
         if key.startswith("schedule.")
     }
-    return (
-        ScheduleSettings(**schedule),
-        OptimizerSettings(learning_rate=identity["optimizer.learning_rate"]),
-        record["progress"]["steps"],
-    )
+    peak = identity["optimizer.learning_rate"]
+    return ScheduleSettings(**settings), peak, record["progress"]["steps"]
 
 
 def lines_of(changes: Changes, record: Mapping[str, Any], job: Job) -> dict[str, str]:
@@ -243,13 +229,15 @@ def lines_of(changes: Changes, record: Mapping[str, Any], job: Job) -> dict[str,
     The settings of the schedule have one line together, with the key "schedule". The result has
     this line if the schedules differ, even if they do not differ in past steps.
     """
-    before, now = describe(*saved_schedule(record)), describe(*present_schedule(job))
-    schedule = {"schedule": f"schedule: saved {before}; now {now}"} if before != now else {}
-    return schedule | {
-        key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
-        for key, (saved, present) in changes.items()
-        if not key.startswith(_SCHEDULE)
-    }
+    lines = {}
+    before = describe(*saved_schedule(record))
+    now = describe(*present_schedule(job))
+    if before != now:
+        lines["schedule"] = f"schedule: saved {before}; now {now}"
+    for key, (saved, present) in changes.items():
+        if not key.startswith(_SCHEDULE):
+            lines[key] = f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
+    return lines
 
 
 def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
@@ -271,24 +259,22 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     of changes that follow from another change have no line: `train.begin_with` of a branch, and
     options in `fp8_config` that are new because the precision has changed.
     """
-    progress = source.record["progress"]
     past = source.record["past"]
-    changed = [] if source.is_branch else list(past["changed"])
-    if changes and not source.is_branch:
-        changed.append(
-            {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
-        )
-    implied = {"train.begin_with"} if source.is_branch else set()
+    implied = set()
+    changed = list(past["changed"])
+    if source.is_branch:
+        implied.add("train.begin_with")
+        changed = []
+    elif changes:
+        was = {key: saved for key, (saved, _) in changes.items()}
+        changed.append({"step": source.step, "was": was})
     if "precision" in changes:
         new_options = [key for key, (saved, _) in changes.items() if saved is None]
-        implied |= {key for key in new_options if key.startswith("fp8_config.")}
-    notes = [
-        f"the recipe has changed: {line}"
-        for key, line in lines_of(changes, source.record, job).items()
-        if key not in implied
-    ]
-    left_out = past["left_out"] if source.in_run_folder else progress["left_out"]
-    return replace(source, notes=notes, past={"changed": changed, "left_out": left_out})
+        implied.update(key for key in new_options if key.startswith("fp8_config."))
+    lines = lines_of(changes, source.record, job)
+    notes = [f"the recipe has changed: {lines[key]}" for key in lines if key not in implied]
+    counted = past if source.in_run_folder else source.record["progress"]
+    return replace(source, notes=notes, past={"changed": changed, "left_out": counted["left_out"]})
 
 
 def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
@@ -300,23 +286,22 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     and the precision that it would have in an uninterrupted run of the job. So the number of steps,
     and everything that begins later, such as the decay, may differ.
     """
-    past = record["progress"]["step"]
+    progress = record["progress"]
     saved = saved_schedule(record)
     present = present_schedule(job)
     precisions = job.plan.schedule
-    has_equal_rates = saved == present or all(
-        # Compare the last step first, because it differs if a decay has begun.
-        learning_rate(step, *saved) == learning_rate(step, *present)
-        for step in reversed(range(past))
-    )
-    return has_equal_rates and (
-        not precisions.changes
-        or (
-            "precision" not in changed_keys(record["identity"], job.identity)
-            and precisions.until(past)
-            == replace(precisions, steps=record["progress"]["steps"]).until(past)
-        )
-    )
+    saved_precisions = replace(precisions, steps=progress["steps"])
+    if saved == present:
+        return True
+
+    def then(step: int) -> tuple[float, ActivePrecision]:
+        return learning_rate(step, *saved), saved_precisions.at(step + 1)
+
+    def now(step: int) -> tuple[float, ActivePrecision]:
+        return learning_rate(step, *present), precisions.at(step + 1)
+
+    # Compare the last step first, because it differs if a decay has begun.
+    return all(then(step) == now(step) for step in reversed(range(progress["step"])))
 
 
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -356,27 +341,23 @@ def require_same_training(
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    message = "\n".join(
-        [
-            f"{source.path}: the checkpoint was made by another recipe:",
-            *(f"  {line}" for line in lines_of(changes, source.record, job).values()),
-            "To start a new run, set another `name` or `run_dir`, without --resume.",
-        ]
+    lines = "".join(f"  {line}\n" for line in lines_of(changes, source.record, job).values())
+    message = (
+        f"{source.path}: the checkpoint was made by another recipe:\n{lines}"
+        "To start a new run, set another `name` or `run_dir`, without --resume."
     )
     # The state of the other optimizer does not fit, and a finished run has no step left.
     if "optimizer.name" not in changes and source.step < job.plan.steps:
         message += " To continue this run with the present values, pass --accept-changes."
     if only_schedule:
-        message += next(
-            (
-                f" To continue with this schedule, pass an earlier checkpoint to --resume: {path}."
-                for path in run_checkpoints
-                if path != source.path
-                and (path / STATE).is_file()
-                and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
-            ),
-            "",
-        )
+        for path in run_checkpoints:
+            record = load_object(path / STATE, "choose another checkpoint")
+            if path != source.path and repeats_past(record, job):
+                message += (
+                    " To continue with this schedule, pass an earlier checkpoint to --resume: "
+                    f"{path}."
+                )
+                break
     raise InputError(message)
 
 
@@ -421,9 +402,8 @@ def require_no_other_training(job: Job) -> None:
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        trained = identity_of(
-            parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or ""
-        )
+        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
+        trained = identity_of(recipe, run.data_fingerprint or "")
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
                 f"{job.run_dir}: the folder contains another training, which differs in "

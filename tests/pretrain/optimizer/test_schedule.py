@@ -14,15 +14,14 @@ from transformers import get_wsd_schedule
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+from pretrain.settings.recipe import ScheduleSettings
 from tests.conftest import ROOT
 
 RATE = 2.0e-5
-OPTIMIZER = OptimizerSettings(learning_rate=RATE)
 
 
 def rates(settings: ScheduleSettings, total: int) -> list[float]:
-    return [schedule.learning_rate(step, settings, OPTIMIZER, total) for step in range(total)]
+    return [schedule.learning_rate(step, settings, RATE, total) for step in range(total)]
 
 
 def run(scheduler: LRScheduler, total: int) -> list[float]:
@@ -65,7 +64,7 @@ def test_wsd_after_warmup_is_that_of_transformers(shape: str) -> None:
     reference = get_wsd_schedule(sgd(), **phases, decay_type=shape, min_lr_ratio=0.1)
     settings = ScheduleSettings(warmup=10, decay=0.2, decay_shape=shape, min_lr_ratio=0.1)
     assert rates(settings, 100)[10:] == pytest.approx(run(reference, 100)[10:])
-    assert f"{shape} decay 20" in schedule.describe(settings, OPTIMIZER, 100)
+    assert f"{shape} decay 20" in schedule.describe(settings, RATE, 100)
 
 
 def test_the_malaysian_recipe_decays_as_its_reference() -> None:
