@@ -259,7 +259,8 @@ def build(
     if source is None and accelerator.is_main_process:
         notes += served.compare_with_source(
             job.recipe.model,
-            run.precision.current,
+            run.precision.precision,
+            assembly.audit,
             assembly.context.state(),
             accelerator.device,
         )

@@ -51,7 +51,6 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert as convert_linears
 from pretrain.observe.model_audit import Audit, Product, audit, backward_of
 from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
-from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_scope, decide
 from pretrain.precision.selection import make_engines, missing_on, select_precision
@@ -107,20 +106,20 @@ class Conversion:
 
     decisions: Mapping[str, Decision]
     context: PrecisionContext
-    _engine: GemmEngine
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return amax histories and scales for a checkpoint. Only delayed scaling has them."""
-        return {name: tensor.clone() for name, tensor in self._engine.state().items()}
+        return {name: tensor.clone() for name, tensor in self.context.state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of :meth:`state_dict` of the same model in the same precision."""
-        self.context.go_back([state[name] for name in self._engine.state()])
+        self.context.go_back([state[name] for name in self.context.state()])
 
     def __repr__(self) -> str:
         kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
         count = len(self.decisions) - len(kept)
-        first = f"{count} linear layers in {self._engine.precision.name}, {self._engine.describe()}"
+        engine: Any = self.context.engine
+        first = f"{count} linear layers in {self.context.current.name}, {engine.describe()}"
         return "\n".join([first, *(f"{name} in BF16: {why}" for name, why in kept.items())])
 
 
@@ -197,12 +196,11 @@ def convert(
     before = {
         module: vars(module) | {"_modules": dict(module._modules)} for module in model.modules()
     }
-    engine: Any = make_engines([active], model.device)[active.precision.name]
     context = PrecisionContext(
-        engine,
         getattr(torch, active.precision.compute_dtype),
-        settings.use_autocast_during_eval,
-        engines=[engine],
+        make_engines([active], model.device),
+        active,
+        evaluates_low=settings.use_autocast_during_eval,
     )
     convert_linears(model, decisions, context)
     for module in model.modules():
@@ -222,7 +220,7 @@ def convert(
             for module, attributes in before.items():
                 module.__dict__ = attributes
             raise
-    return Conversion(decisions, context, engine)
+    return Conversion(decisions, context)
 
 
 def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +430,7 @@ def parity(
         raise InputError("parity: the batch has no `labels`, so there is no loss; add `labels`")
     _check_packs(model, batch)
     devices = [model.device] if model.device.type == "cuda" else []
-    context = getattr(model, "precision_context", PrecisionContext(None, model.dtype))
+    context = getattr(model, "precision_context", PrecisionContext(model.dtype))
     with torch.random.fork_rng(devices):
         with as_input_error(
             (AttributeError, LookupError),

@@ -199,12 +199,12 @@ def predict(plan: Plan) -> Prediction:
         return Prediction(reason=f"{plan.devices.name} is not in the table of GPUs")
     works = []
     seconds = in_bf16 = 0.0
-    for span in plan.schedule.spans:
-        work = work_of(plan, span.active)
+    for first, last, active in plan.schedule.spans:
+        work = work_of(plan, active)
         if reason := _why_not(plan, card, work):
             return Prediction(reason=reason)
         works.append(work)
-        steps = span.last - span.first + 1
+        steps = last - first + 1
         seconds += steps * sum(step_seconds(card, work).values())
         in_bf16 += steps * sum(step_seconds(card, _in_bf16(work)).values())
     bar = bar_of(card, works)

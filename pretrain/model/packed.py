@@ -59,7 +59,7 @@ class PackedLanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.attention = attention
-        self.context = context or PrecisionContext(None, hf.dtype)
+        self.context = context or PrecisionContext(hf.dtype)
         self.fused = fused
         self.rank_sums: RankSums | None = None
         self.sharding: Sharding | None = None
@@ -78,7 +78,7 @@ class PackedLanguageModel(nn.Module):
     @property
     def gemms(self) -> list[Gemm]:
         """The Gemms of the model that may cache weights, of all engines."""
-        engines = self.context.engines
+        engines = self.context.engines.values()
         quantized = [gemm for engine in engines for gemm in engine.gemms.values()]
         products = self.fused.products if self.fused else []
         return [*quantized, *(product.plain for product in products)]

@@ -49,7 +49,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foundation.overrides import overridden
 from pretrain.model.gradients import (
     Summed,
     attach_sums,
@@ -58,7 +57,7 @@ from pretrain.model.gradients import (
     values_of_sums,
 )
 from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.product import LowPrecisionLinear
+from pretrain.precision.product import UNQUANTIZED_MODEL, LowPrecisionLinear
 from pretrain.precision.scope import QUANTIZED_SHARE
 
 # A value that BF16 cannot store. BF16 cannot store its multiples either.
@@ -93,7 +92,7 @@ def gathered(model: Any) -> Iterator[None]:
         if not isinstance(module, GradientCheckpointingLayer):
             module.unshard()
     try:
-        with overridden(model.context, engine=None):
+        with model.context.using(UNQUANTIZED_MODEL):
             yield
     finally:
         # Reshard the decoder layers too, because they may still be gathered after their forward.
@@ -300,7 +299,7 @@ class Sharding:
             for module in self._model.modules()
             if isinstance(module, LowPrecisionLinear) and module.transposed
         }
-        for engine in self._context.engines:
+        for engine in self._context.engines.values():
             names = [name for gemm in engine.gemms.values() for name in gemm.members]
             weights = {id(parameters.get(f"{name}.weight", parameters.get(name))) for name in names}
             for group in self._groups:
@@ -316,8 +315,9 @@ class Sharding:
         """
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
-                if not self._context.engines or any(
-                    param not in group.quantized.get(engine, ()) for engine in self._context.engines
+                engines = self._context.engines.values()
+                if not engines or any(
+                    param not in group.quantized.get(engine, ()) for engine in engines
                 ):
                     param.free_unsharded_param = lambda: None
 

@@ -33,7 +33,6 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
-from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, with_main_grad_of
 from pretrain.precision.scope import Decision, features_of, quantized_names
 from pretrain.precision.settings import ActivePrecision
@@ -95,15 +94,15 @@ def _is_faster(device_type: str, dtype: torch.dtype) -> bool:
 
 def fuse(
     layers: Mapping[str, nn.Module],
-    decisions: Mapping[GemmEngine | None, Mapping[str, Decision]],
+    decisions: Mapping[str, Mapping[str, Decision]],
     arithmetic: Arithmetic,
 ) -> FusedLayers:
     """Replace the forward of each layer that can be fused, in place.
 
     Args:
         layers: Map the name of each decoder layer in the model to the layer.
-        decisions: Map each engine to a dict from the name of each linear layer to its precision.
-            Empty if nothing is quantized.
+        decisions: Map the name of each precision of the run to a dict from the name of each linear
+            layer to its decision. Empty if nothing is quantized.
         arithmetic: Arithmetic that the fused layers use.
     """
     low_precision = [quantized_names(by_name) for by_name in decisions.values()]

@@ -32,10 +32,9 @@ from pretrain.model.sharding import Sharding
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
-from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
-from pretrain.precision.product import LowPrecisionLinear
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
+from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
@@ -55,7 +54,6 @@ _Matrix = tuple[nn.Module, Tensor, bool]
 def audit_products(
     packed: PackedLanguageModel,
     compute_loss: Callable[[], Tensor],
-    active: ActivePrecision,
     decisions: Mapping[str, Decision],
     optimizer: torch.optim.Optimizer,
 ) -> list[Entry]:
@@ -65,13 +63,13 @@ def audit_products(
 
     compute_loss: computes the loss of a small batch. It is called once, without torch.compile, and
         its result is differentiated. The caller clears the gradients.
-    active: the precision that the model computes in.
     decisions: map the name of each linear to its precision. Empty if nothing is quantized.
     optimizer: the run's optimizer, which must contain every trained parameter.
 
     Raises InputError if a linear multiplied in a precision that differs from its decision, if one
     of its products did not run, if a parameter is not trained, or if FSDP2 rounds gradients.
     """
+    active = packed.context.current
     fused = packed.fused.members if packed.fused else {}
     matrices = _matrices(packed.hf, fused)
     low = {
@@ -181,11 +179,13 @@ class ProductAudit(Observer):
     add exactly one entry to every history of delayed scaling. Raises InputError before the step's
     update if a product or a history is wrong, or if the precision is not that of the schedule.
 
+    audits: map the name of each precision to its part of audit.json.
     write: writes audit.json.
     """
 
     packed: PackedLanguageModel
-    precision: ModelPrecision
+    schedule: PrecisionSchedule
+    audits: Mapping[str, dict[str, Any]]
     write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
@@ -199,17 +199,18 @@ class ProductAudit(Observer):
         The audit before the first step has recorded the products. If `Step.is_new` is set and the
         products agree, record the step in audit.json.
         """
-        current = self.precision.current
-        scheduled = self.precision.schedule.at(step.number).precision.name
-        if current.name != scheduled:
+        active = self.packed.context.current
+        scheduled = self.schedule.at(step.number)
+        if active.name != scheduled.name:
             raise InputError(
-                f"step {step.number} would compute in {current.name!r}, but the schedule of the "
-                f"precision has {scheduled!r} for this step; this is a fault of the launcher"
+                f"step {step.number} would compute in {active.name!r}, but the schedule of the "
+                f"precision has {scheduled.name!r} for this step; this is a fault of the launcher"
             )
         if not step.is_quantized:
             yield
             return
-        low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
+        audit = self.audits[active.name]
+        low = {entry["name"]: entry for entry in audit["products"] if entry["products"]}
         observer = ProductObserver()
         # The products of each microbatch. A product that is missing in one microbatch may run
         # several times in another, for example in each chunk of the loss.
@@ -224,18 +225,19 @@ class ProductAudit(Observer):
         # A microbatch that did not run has no products.
         observed += [{}] * (len(batches.microbatches) - len(observed))
         for number, products in enumerate(observed, 1):
-            effective = _effective_in(current.active, products, low)
+            effective = _effective_in(active, products, low)
             entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
             where = f" in microbatch {number} of step {step.number}"
-            _require_requested(entries, current.active, where)
+            _require_requested(entries, active, where)
         if step.is_new:
-            current.audit["confirmed_in_step"] = step.number
+            audit["confirmed_in_step"] = step.number
             self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Check the histories of delayed scaling in the first microbatch."""
-        with watching_histories(self.precision.context, self.precision.current.active) as wrong:
+        context = self.packed.context
+        with watching_histories(context, context.current) as wrong:
             yield
         if wrong:
             raise InputError(
@@ -248,18 +250,15 @@ class ProductAudit(Observer):
 
 
 def describe(
-    active: ActivePrecision,
-    engine: GemmEngine | None,
-    hf: PreTrainedModel,
-    products: Sequence[Entry],
+    context: PrecisionContext, hf: PreTrainedModel, products: Sequence[Entry]
 ) -> dict[str, Any]:
-    """Return the part of audit.json about one precision.
+    """Return the part of audit.json about the current precision of `context`.
 
-    active: the precision.
-    engine: the engine of the low-precision products, or None if nothing is quantized.
     hf: the Hugging Face model.
     products: the result of `audit_products`.
     """
+    active = context.current
+    engine = context.engine
     head = hf.get_output_embeddings()
     return {
         "precision": active.requested,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packing.batch import StepBatches
-from pretrain.precision.model_precision import ModelPrecision
+from pretrain.precision.schedule import PrecisionSchedule
 
 
 def is_due(step: int, every: int | None) -> bool:
@@ -160,23 +160,22 @@ class Observers:
     """All observers of a run.
 
     observers: the observers, in the order of their hook calls.
-    precision: the model's precision, whose schedule determines the phases.
+    schedule: the precision of each step, which determines the phases.
     resumed_step: the step of the loaded checkpoint, or 0 without a checkpoint. The step after it is
         the first step of this process.
     statistics_every: `log.fp8_statistics`, or None if there are no statistics steps.
     """
 
     observers: Sequence[Observer]
-    precision: ModelPrecision
+    schedule: PrecisionSchedule
     resumed_step: int
     statistics_every: int | None
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
         """Enclose step `number` of the run, and yield the StepWatch with its due observers."""
-        schedule = self.precision.schedule
-        phase_starts = [span.first for span in schedule.spans]
-        is_quantized = schedule.at(number).precision.quantized
+        phase_starts = [first for first, *_ in self.schedule.spans]
+        is_quantized = self.schedule.at(number).precision.quantized
         is_statistics_step = self.statistics_every is not None and (
             number in phase_starts or is_due(number, self.statistics_every)
         )

@@ -32,8 +32,7 @@ from pretrain.metrics.trackers import JsonlTracker
 from pretrain.observe.observers import Observer, Step
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
-from pretrain.precision.model_precision import ModelPrecision
-from pretrain.precision.product import LinearPass, Probe
+from pretrain.precision.product import LinearPass, PrecisionContext, Probe
 from pretrain.precision.quantizers import Quantized
 
 Record = Mapping[str, Any]
@@ -66,7 +65,7 @@ class OperandWatch(Observer):
     Only the main process writes.
     """
 
-    precision: ModelPrecision
+    context: PrecisionContext
     # The file fp8_statistics.jsonl, which the caller starts and finishes.
     file: JsonlTracker
     console: Console
@@ -80,10 +79,9 @@ class OperandWatch(Observer):
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Measure the operands of the microbatch that runs in the caller's `with` statement."""
-        context = self.precision.context
-        precision = self.precision.current.active.quantized_precision
-        self._statistics = OperandStatistics(precision, context.state())
-        with context.probing(self._statistics):
+        precision = self.context.current.quantized_precision
+        self._statistics = OperandStatistics(precision, self.context.state())
+        with self.context.probing(self._statistics):
             yield
 
     def metrics(self, step: Step) -> dict[str, float]:

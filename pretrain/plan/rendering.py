@@ -141,8 +141,8 @@ def horizon_lines(plan: Training) -> list[str]:
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
     lines += [
-        f"steps {span.first:,} to {span.last:,} in {span.active.precision.name}"
-        for span in plan.schedule.spans
+        f"steps {first:,} to {last:,} in {active.name}"
+        for first, last, active in plan.schedule.spans
         if plan.schedule.changes
     ]
     if stream := plan.recipe.data.stream:

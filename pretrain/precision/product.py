@@ -13,9 +13,9 @@ the probes of the model's `PrecisionContext`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.formats.unquantized import BF16
 from pretrain.precision.gemm import (
     Gemm,
     GemmEngine,
@@ -36,6 +37,7 @@ from pretrain.precision.gemm import (
     checkpointed,
 )
 from pretrain.precision.observed import watched
+from pretrain.precision.settings import ActivePrecision
 
 # Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
 # tensors in a checkpoint.
@@ -86,14 +88,20 @@ class Probe:
         """
 
 
+# The precision of a model whose products are never quantized.
+UNQUANTIZED_MODEL = ActivePrecision(BF16.name, BF16, "torch")
+
+
 @dataclass
 class PrecisionContext:
-    """The state that all products of one model share."""
+    """The current precision of one model, and the state that all its products share."""
 
-    # The current engine. None if the current precision is not quantized.
-    engine: GemmEngine | None
     # The dtype of activations.
     compute_dtype: torch.dtype
+    # Map the name of each quantized precision of the run to its engine.
+    engines: Mapping[str, GemmEngine] = field(default_factory=dict)
+    # The current precision.
+    current: ActivePrecision = UNQUANTIZED_MODEL
     # True if evaluation computes in low precision too.
     evaluates_low: bool = False
     # True while a low-precision forward runs.
@@ -104,8 +112,15 @@ class PrecisionContext:
     probes: tuple[Probe, ...] = ()
     # False while the parity check or the gap to BF16 runs the model without quantization.
     quantizing: bool = True
-    # The engines of all precisions of the run.
-    engines: Sequence[GemmEngine] = ()
+
+    @property
+    def engine(self) -> GemmEngine | None:
+        """The engine of the current precision. None if the precision is not quantized."""
+        return self.engines.get(self.current.name)
+
+    def using(self, precision: ActivePrecision) -> AbstractContextManager[None]:
+        """Return a context in which `precision`, a precision of the run, is the current one."""
+        return overridden(self, current=precision)
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -145,7 +160,10 @@ class PrecisionContext:
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return the tensors of `GemmEngine.state` of all engines, for a checkpoint."""
-        return {name: tensor for engine in self.engines for name, tensor in engine.state().items()}
+        state: dict[str, Tensor] = {}
+        for engine in self.engines.values():
+            state |= engine.state()
+        return state
 
     def copied_state(self) -> list[Tensor]:
         """Return copies of the tensors of `saved_state`, on the same device, for `go_back`."""
@@ -181,7 +199,7 @@ class PrecisionContext:
 
     def forget(self) -> None:
         """Reset the engines to their state before the first forward."""
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.reset()
 
 
@@ -238,7 +256,7 @@ class LinearState:
         context = self.context
         if gemm is None:
             gemm = TorchGemm(self.name, self.members)
-            context = PrecisionContext(None, x.dtype)
+            context = PrecisionContext(x.dtype)
         dtype = context.compute_dtype
         linear_pass = SingleWeightPass(
             gemm,

@@ -19,20 +19,8 @@ Phase = tuple[float | int | None, ActivePrecision]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Consecutive steps with the same precision, from `first` to `last`, both included.
-
-    The first step of a run has the number 1.
-    """
-
-    first: int
-    last: int
-    active: ActivePrecision
-
-
-@dataclass(frozen=True)
 class PrecisionSchedule:
-    """The precision of each step of a run.
+    """The precision of each step of a run. The first step of a run has the number 1.
 
     phases: the phases of the recipe, in order.
     steps: the number of steps of the run.
@@ -42,17 +30,15 @@ class PrecisionSchedule:
     steps: int
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """Return the spans of the run in the order of their steps.
+    def spans(self) -> list[tuple[int, int, ActivePrecision]]:
+        """Return the first step, the last step and the precision of each phase that has steps.
 
         Raise InputError if a phase would have no step.
         """
         ends = last_steps("precision", [until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
-        return tuple(
-            Span(first, end, active)
-            for first, end, (_, active) in zip(firsts, ends, self.phases, strict=False)
-        )
+        actives = [active for _, active in self.phases]
+        return list(zip(firsts, ends, actives, strict=False))
 
     @property
     def changes(self) -> bool:
@@ -64,20 +50,20 @@ class PrecisionSchedule:
 
         A step after the last step of the run has the precision of the last step.
         """
-        return next(span.active for span in self.spans if min(step, self.steps) <= span.last)
+        return next(active for _, last, active in self.spans if min(step, self.steps) <= last)
 
     @property
     def precisions(self) -> list[ActivePrecision]:
         """Return the precisions of the run without duplicates, in the order of the steps."""
-        return list({span.active.precision.name: span.active for span in self.spans}.values())
+        return list({active.name: active for *_, active in self.spans}.values())
 
     @property
     def quantizes(self) -> bool:
         """Return True if a phase of the run is quantized."""
-        return any(span.active.precision.quantized for span in self.spans)
+        return any(active.precision.quantized for active in self.precisions)
 
     @property
     def label(self) -> str:
         """Return a readable text, such as "delayed" or "delayed to 80 %, then bf16"."""
-        names = [{"until": until, "use": active.precision.name} for until, active in self.phases]
+        names = [{"until": until, "use": active.name} for until, active in self.phases]
         return label(names) or ""

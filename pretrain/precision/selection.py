@@ -95,17 +95,14 @@ def select_precision(
     )
 
 
-def make_engines(
-    actives: Sequence[ActivePrecision], device: torch.device
-) -> dict[str, GemmEngine | None]:
-    """Create the engines of all precisions of one model.
+def make_engines(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, GemmEngine]:
+    """Create the engines of one model, and return them by the names of their precisions.
 
-    Return a dict that maps the name of each precision to its engine, or to None if the precision is
-    not quantized.
+    A precision that is not quantized has no engine.
     """
-    kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine | None]] = {
-        "torch": lambda *_: None,
+    kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine]] = {
         "emulation": EmulationEngine,
         "transformer_engine": transformer_engine.TransformerEngine,
     }
-    return {active.precision.name: kinds[active.engine](active, device) for active in actives}
+    quantized = [active for active in actives if active.precision.quantized]
+    return {active.name: kinds[active.engine](active, device) for active in quantized}

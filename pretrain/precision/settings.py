@@ -327,6 +327,11 @@ class ActivePrecision:
     reason: str | None = None
 
     @property
+    def name(self) -> str:
+        """Return the name of the used precision."""
+        return self.precision.name
+
+    @property
     def settings(self) -> LowPrecisionSettings:
         """Return `fp8_config` as `LowPrecisionSettings.resolved` returns it for `precision`."""
         return self.precision.settings

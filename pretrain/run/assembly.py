@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,11 +47,11 @@ from pretrain.optimizer.adamw import (
     named_state,
 )
 from pretrain.optimizer.muon import build_muon
-from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.scope import decide
+from pretrain.precision.schedule import PrecisionSchedule
+from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_engines
-from pretrain.precision.settings import WEIGHT_DTYPES
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.run.job import Job, cuda_graphs
 from pretrain.run.tokenizer import stop_after_answers
 
@@ -85,42 +85,42 @@ class Converted:
 
     # The wrapper of the Hugging Face model that maps packed batches to losses.
     model: PackedLanguageModel
-    precision: ModelPrecision
+    # Map the name of each precision of the run to its decision for each linear layer.
+    decisions: Mapping[str, Mapping[str, Decision]]
     # The part of audit.json that is the same in all precisions.
     shared_audit: dict[str, Any]
 
 
 @dataclass
 class Assembly:
-    """Stage 3: a model that is ready to train, its optimizer and its precision."""
+    """Stage 3: a model that is ready to train, and its optimizer."""
 
     # The Hugging Face model, with its original names of parameters.
     hf: PreTrainedModel
     # The wrapper of `hf` that maps packed batches to losses. It is sharded under FSDP2.
     model: PackedLanguageModel
     optimizer: ExactAdamW
-    precision: ModelPrecision
+    schedule: PrecisionSchedule
+    # Map the name of each precision of the run to its decision for each linear layer.
+    decisions: Mapping[str, Mapping[str, Decision]]
     # The part of audit.json that is the same in all precisions.
     shared_audit: dict[str, Any]
+    # Map the name of each precision to its part of audit.json.
+    audits: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def context(self) -> PrecisionContext:
-        """Return the context that all matrix products of the model share."""
-        return self.precision.context
+        """Return the current precision, which all matrix products of the model share."""
+        return self.model.context
 
     @property
     def audit(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        record = self.precision.current.audit | self.shared_audit
-        schedule = self.precision.schedule
-        if schedule.changes:
-            record |= {
-                "schedule": schedule.label,
-                "phases": {span.first: span.active.precision.name for span in schedule.spans},
-                "precisions": {
-                    name: in_model.audit for name, in_model in self.precision.in_model.items()
-                },
-            }
+        record = self.audits[self.context.current.name] | self.shared_audit
+        if self.schedule.changes:
+            record["schedule"] = self.schedule.label
+            record["phases"] = {first: active.name for first, _, active in self.schedule.spans}
+            record["precisions"] = self.audits
         return record
 
     @cached_property
@@ -133,20 +133,20 @@ class Assembly:
         """Map names to the optimizer's live tensors, as a checkpoint stores them."""
         return named_state(self.optimizer, self.hf)
 
-    def start_precision(self, name: str, job: Job, accelerator: Accelerator) -> None:
-        """Change to the precision `name`, and reset its state as in a new assembly.
+    def start_precision(self, active: ActivePrecision, job: Job, accelerator: Accelerator) -> None:
+        """Change to the precision `active`, and reset its state as in a new assembly.
 
         Cached weights are dropped. The histories of delayed scaling are filled by passes with the
         present weights. The model is audited again. Raises InputError if a product does not compute
         in the precision. All ranks must call this method.
         """
         self.context.forget()
-        self.precision.use(name)
+        self.context.current = active
         # Set a seed, because dropout changes the amaxes in the histories. Without the seed, the
         # histories would depend on all random numbers that this process has drawn before. A run
         # that is resumed at this step has drawn different random numbers.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
-        record = self.precision.current.audit
+        record = self.audits[active.name]
         record["products"] = rehearse(job, accelerator, self)
         record.pop("confirmed_in_step", None)
 
@@ -202,25 +202,22 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     device = accelerator.device
     stop_after_answers(hf, job.tokenizer, job.recipe.data)
     first = job.plan.schedule.at(1)
-    engines = make_engines(job.plan.precisions, device)
     context = PrecisionContext(
-        engines[first.precision.name],
         job.plan.compute_dtype,
+        make_engines(job.plan.precisions, device),
+        first,
         evaluates_low=first.settings.use_autocast_during_eval,
-        engines=[engine for engine in engines.values() if engine is not None],
     )
     layers = decoder_layers(hf)
-    in_models = {}
+    decisions: dict[str, Mapping[str, Decision]] = {}
     for active in job.plan.precisions:
-        name = active.precision.name
-        decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-        in_models[name] = PrecisionInModel(active, engines[name], decisions, {})
-    fused, about_fusing = _fuse(job, layers, list(in_models.values()), context, device.type)
+        quantized = active.precision.quantized
+        decisions[active.name] = decide(hf, list(layers.values()), active) if quantized else {}
+    fused, about_fusing = _fuse(job, layers, decisions, context, device.type)
     model = PackedLanguageModel(hf, job.plan.attention.name, job.plan.loss, context, fused)
-    precision = ModelPrecision(context, in_models, job.plan.schedule)
-    for name, in_model in in_models.items():
-        with precision.using(name):
-            convert(hf, in_model.decisions, context, fused)
+    for active in job.plan.precisions:
+        with context.using(active):
+            convert(hf, decisions[active.name], context, fused)
     # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
     # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
     settings = job.recipe.model
@@ -230,7 +227,7 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     wrap_layers(model, settings, cast_to=cast_to, compile_layers=compiles)
     return Converted(
         model,
-        precision,
+        decisions,
         describe_shared_audit(job, model, about_fusing, device.type, compiles=compiles),
     )
 
@@ -238,14 +235,14 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
 def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
-    in_models: Sequence[PrecisionInModel],
+    decisions: Mapping[str, Mapping[str, Decision]],
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
     """Fuse the layers that support it. Return the fused layers and a text for the audit.
 
     layers: map names to the decoder layers.
-    in_models: the precisions of the run.
+    decisions: map the name of each precision of the run to its decisions.
 
     The first value is None if no layer was fused. In this case the text contains the reason.
     """
@@ -262,9 +259,7 @@ def _fuse(
     arithmetic = choose_arithmetic(
         quantized_first[0], device_type, context, keeps_rotated=job.plan.keeps_rotated
     )
-    fused = fuse(
-        layers, {in_model.engine: in_model.decisions for in_model in in_models}, arithmetic
-    )
+    fused = fuse(layers, decisions, arithmetic)
     return fused if fused.layers else None, fused.describe()
 
 
@@ -285,7 +280,14 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
     set_weights(built.hf, built.values, optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
-    return Assembly(built.hf, model, optimizer, converted.precision, converted.shared_audit)
+    return Assembly(
+        built.hf,
+        model,
+        optimizer,
+        job.plan.schedule,
+        converted.decisions,
+        converted.shared_audit,
+    )
 
 
 def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
@@ -349,18 +351,18 @@ def audit_precisions(
     observe the model exactly as it trains. Raises InputError if a product does not use its
     precision.
     """
-    precision = assembly.precision
-    for name, in_model in precision.in_model.items():
-        with precision.using(name):
-            if in_model.engine is not None:
-                in_model.engine.reset()
+    context = assembly.context
+    for active in job.plan.precisions:
+        with context.using(active):
+            if context.engine is not None:
+                context.engine.reset()
             with console.progress(
                 "auditing the precision of products",
                 "packs",
-                total=REHEARSALS if assembly.context.state() else 1,
+                total=REHEARSALS if context.state() else 1,
             ):
                 products = rehearse(job, accelerator, assembly)
-            in_model.audit.update(describe(in_model.active, in_model.engine, assembly.hf, products))
+            assembly.audits[active.name] = describe(context, assembly.hf, products)
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
@@ -392,10 +394,12 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
             loss_of(pack).backward()
             advance()
     clear_gradients(assembly.optimizer, packed)
-    current = assembly.precision.current
     # The audit uses the last pack. Many gradients of the first one are zero.
     entries = audit_products(
-        packed, lambda: loss_of(rehearsals), current.active, current.decisions, assembly.optimizer
+        packed,
+        lambda: loss_of(rehearsals),
+        assembly.decisions[packed.context.current.name],
+        assembly.optimizer,
     )
     advance()
     clear_gradients(assembly.optimizer, packed)

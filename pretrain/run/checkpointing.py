@@ -99,7 +99,7 @@ def save(run: Run, *, in_background: bool = False) -> None:
             "loss_chunk": run.job.plan.loss.tokens_at_once,
             "world_size": run.accelerator.num_processes,
             "past": run.past,
-            "precision": run.precision.current.name,
+            "precision": run.precision.name,
         }
         if run.job.data.stream is not None:
             state["stream"] = run.job.data.stream.record
@@ -345,7 +345,7 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     changed = changed_keys(source.record["identity"], job.identity)
     return (
         any(key.startswith(KEYS_OF_GRADIENT_SCALES) for key in changed)
-        or source.record["precision"] != assembly.precision.current.name
+        or source.record["precision"] != assembly.context.current.name
         or not loadable_histories(source, assembly)
     )
 
@@ -362,14 +362,14 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     Raises TrainingHalted if loaded tensors or counters differ from the checkpoint.
     """
     require_restored(source, run)
-    schedule = run.precision.schedule
-    names = [active.precision.name for active in schedule.precisions]
-    name = source.record["precision"]
-    if source.is_branch or name not in names:
-        name = schedule.at(run.state.step + 1).precision.name
-    run.precision.use(name)
+    schedule = run.assembly.schedule
+    precisions = {active.name: active for active in schedule.precisions}
+    active = precisions.get(source.record["precision"])
+    if source.is_branch or active is None:
+        active = schedule.at(run.state.step + 1)
+    run.assembly.context.current = active
     if needs_new_histories(source, run.assembly, run.job):
-        run.assembly.start_precision(name, run.job, run.accelerator)
+        run.assembly.start_precision(active, run.job, run.accelerator)
         run.console.notice(
             f"delayed scaling: the histories were filled again from {REHEARSALS} packs with the "
             "weights of the checkpoint"

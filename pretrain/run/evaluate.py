@@ -91,7 +91,7 @@ def measure_of(run: Run) -> dict[str, Any]:
     job = run.job
     if job.data.held_out is None:
         return {}
-    precision = run.precision.current.active.precision
+    precision = run.precision.precision
     if precision.quantized and not run.assembly.context.evaluates_low:
         precision = UNQUANTIZED[precision.compute_dtype]
     return {

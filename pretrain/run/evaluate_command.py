@@ -192,7 +192,7 @@ def _evaluate(
         with overridden(context, evaluates_low=True):
             print_in(name)
     with overridden(context, evaluates_low=False):
-        print_in("bf16" if context.engines else assembly.precision.current.name)
+        print_in("bf16" if context.engines else context.current.name)
 
 
 def load_assembly(
@@ -226,13 +226,13 @@ def in_low_precisions(
     The histories of delayed scaling are those of the checkpoint `source`, or filled again if the
     checkpoint has none for the precision. They are restored after the yield.
     """
-    for name, in_model in assembly.precision.in_model.items():
-        if in_model.engine is None:
+    for active in job.plan.precisions:
+        if not active.precision.quantized:
             continue
-        with assembly.precision.using(name), assembly.context.preserving_state():
+        with assembly.context.using(active), assembly.context.preserving_state():
             if source is not None and needs_new_histories(source, assembly, job):
-                assembly.start_precision(name, job, accelerator)
-            yield name
+                assembly.start_precision(active, job, accelerator)
+            yield active.name
 
 
 def _print_loss(
@@ -298,7 +298,7 @@ def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:
         assembly.optimizer,
     )
     # Quantize the loaded weights, and fill the histories of delayed scaling.
-    assembly.start_precision(assembly.precision.current.name, job, accelerator)
+    assembly.start_precision(assembly.context.current, job, accelerator)
     return {
         "step": job.plan.steps,
         "event": "served",

@@ -33,7 +33,7 @@ from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.plan.rendering import render
-from pretrain.precision.model_precision import ModelPrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
 from pretrain.run.resume_point import where_to_resume
@@ -68,9 +68,9 @@ class Run:
     best: Record | None = None
 
     @property
-    def precision(self) -> ModelPrecision:
-        """Return the model's current precision and its schedule."""
-        return self.assembly.precision
+    def precision(self) -> ActivePrecision:
+        """Return the model's current precision."""
+        return self.assembly.context.current
 
     @property
     def is_best(self) -> bool:
@@ -137,9 +137,9 @@ class Run:
         # audit.json has one result for each precision. Without phases of precision there is no key
         # `precisions`, and the result is at the top level.
         for name, record in earlier.get("precisions", {earlier.get("effective"): earlier}).items():
-            in_model = self.precision.in_model.get(name)
-            if in_model is not None and "parity" in record:
-                in_model.audit["parity"] = record["parity"]
+            audits = self.assembly.audits
+            if name in audits and "parity" in record:
+                audits[name]["parity"] = record["parity"]
 
     def _environment(self) -> dict[str, Any]:
         """Return the contents of environment.json."""
@@ -163,18 +163,18 @@ class Run:
         All ranks must call this method. Call this before random numbers are drawn for the step.
         Raises InputError if a product does not compute in the new precision.
         """
-        before = self.precision.current.name
-        name = self.precision.schedule.at(self.state.step + 1).precision.name
-        if name == before:
+        before = self.precision.name
+        active = self.assembly.schedule.at(self.state.step + 1)
+        if active.name == before:
             return
         self.graphs.drop()
         with self.console.progress("auditing the precision of products"):
-            self.assembly.start_precision(name, self.job, self.accelerator)
+            self.assembly.start_precision(active, self.job, self.accelerator)
         self.write_audit()
         layers = console_rows(self.assembly.audit)["layers"].replace("\n", "; ")
         self.console.notice(
-            f"the precision changes from {before} to {name} after step {self.state.step}; observed "
-            f"layers: {layers}"
+            f"the precision changes from {before} to {active.name} after step {self.state.step}; "
+            f"observed layers: {layers}"
         )
 
     def frozen_share_and_code(self, stop_code: Callable[[], int]) -> tuple[float, int]:
@@ -221,7 +221,7 @@ class Run:
             "step": state.step,
             "tokens": state.tokens,
             "trained_tokens": state.valid_tokens if self.job.data.has_masks else None,
-            "precision": self.precision.current.name if self.precision.schedule.changes else None,
+            "precision": self.precision.name if self.assembly.schedule.changes else None,
             "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
             "halted": decision.reason if decision.action == "stop" else None,
         }

@@ -23,9 +23,8 @@ from foundation.units import plural
 from pretrain.model.fused.layers import Stack, stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors, quantized_weights
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_codes
-from pretrain.precision.model_precision import PrecisionInModel
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale
 from pretrain.precision.settings import LowPrecisionSettings, configured
@@ -134,7 +133,8 @@ def _quantize_as_trained(
 
 def compare_with_source(
     settings: ModelSettings,
-    in_model: PrecisionInModel,
+    precision: Precision,
+    audit: Mapping[str, Any],
     histories: Mapping[str, Tensor],
     device: torch.device,
 ) -> list[str]:
@@ -143,11 +143,11 @@ def compare_with_source(
     The line says how many of them the first step computes again. The list is empty unless the
     source and the precision are quantized.
 
-    in_model: the precision of the first step, audited.
+    precision: the precision of the first step.
+    audit: the contents of audit.json.
     histories: the scales of delayed scaling before the first step.
     device: the device that quantizes the weights, one after another.
     """
-    precision = in_model.active.precision
     if settings.weights_source is None or not isinstance(precision, QuantizedPrecision):
         return []
     source = quantized_weights(str(settings.repository), settings.revision)
@@ -159,7 +159,7 @@ def compare_with_source(
         f"{name}.weight": StoredWeight(
             partial(_quantize_as_trained, precision, name, stack, read, histories)
         )
-        for name, stack in _stacks_in(in_model.audit).items()
+        for name, stack in _stacks_in(audit).items()
     }
     text = f"{settings.source}: quantized again in `{precision.name}`, "
     return [text + equal_codes(source, weights)] if source else []

@@ -58,10 +58,11 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
     model = run.assembly.model
     optimizer = run.assembly.optimizer
     accelerator = run.accelerator
+    schedule = run.assembly.schedule
     every = recipe.log.fp8_statistics
     observers: list[Observer] = [profile] if profile else []
     observers += [
-        ProductAudit(model, run.precision, run.write_audit),
+        ProductAudit(model, schedule, run.assembly.audits, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
     ]
     if model.routing.routers:
@@ -69,8 +70,8 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
     if every and model.context.engines:
         if accelerator.is_main_process:
             run.trackers.statistics.start()
-        observers.append(OperandWatch(run.precision, run.trackers.statistics, run.console))
-    return Observers(observers, run.precision, run.state.step, every)
+        observers.append(OperandWatch(model.context, run.trackers.statistics, run.console))
+    return Observers(observers, schedule, run.state.step, every)
 
 
 def _expert_loads(routing: Routing) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def choose_microbatch(
     fitting = []
     with assembly.context.preserving_state():
         for active in plan.precisions:
-            with assembly.precision.using(active.precision.name):
+            with assembly.context.using(active):
                 fitting.append(
                     largest_that_fits(
                         assembly.model,
@@ -311,18 +312,18 @@ def require_parity(run: Run) -> None:
     The results are also recorded in the audit. All ranks must call this function. Raises
     TrainingHalted if a comparison has failed.
     """
-    in_models = run.precision.in_model
-    for name, in_model in in_models.items():
+    precisions = run.job.plan.precisions
+    for active in precisions:
         with (
             run.console.progress("parity with plain transformers"),
-            run.precision.using(name),
+            run.assembly.context.using(active),
         ):
             result = _compare_first_step(run)
-        in_model.audit["parity"] = (
+        run.assembly.audits[active.name]["parity"] = (
             {"left_out": result} if isinstance(result, str) else result.record()
         )
         run.write_audit()
-        prefix = f"{name}: " if len(in_models) > 1 else ""
+        prefix = f"{active.name}: " if len(precisions) > 1 else ""
         if isinstance(result, str):
             run.console.notice(f"{prefix}parity skipped: {result}")
         else:
@@ -361,7 +362,7 @@ def _compare_first_step(run: Run) -> Parity | str:
         run.assembly.optimizer,
         first_step,
         [batches.packs[index] for index in batches.order.packs_at(first_step.places).tolist()],
-        run.precision.current.active,
+        run.precision,
         accelerator,
         held_out_loss=lambda microbatches: figures_of(
             held_out_sums(model, microbatches, accelerator)

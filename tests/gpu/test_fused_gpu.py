@@ -101,12 +101,12 @@ def assemble(
     active = ActivePrecision(recipe, precision, engine)
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    made = make_engines([active], torch.device("cuda"))[recipe]
-    context = PrecisionContext(made, torch.bfloat16, engines=[*filter(None, [made])])
+    engines = make_engines([active], torch.device("cuda"))
+    context = PrecisionContext(torch.bfloat16, engines, active)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:
         arithmetic = choose_arithmetic(active, "cuda", context)
-        packed.fused = fuse(layers, {context.engine: decisions}, arithmetic)
+        packed.fused = fuse(layers, {active.name: decisions}, arithmetic)
         assert not packed.fused.left_out
     convert(hf, decisions, context, packed.fused)
     attach_main_gradients(packed, main, packed.fused.stacks if fused else ())
@@ -206,7 +206,7 @@ def test_fused_bf16_layers_are_as_close_to_fp32_as_unfused_layers(name: str) -> 
     """Covers gradients of biases and of LayerNorms, which no linear layer's product computes."""
     hf = build(larger(name), torch.float32, "cuda", "packed_sdpa")
     model.round_weights(hf, torch.bfloat16)
-    context = PrecisionContext(None, torch.float32)
+    context = PrecisionContext(torch.float32)
     plain = PackedLanguageModel(hf.float(), "packed_sdpa", LossSettings(chunk=256), context)
     exact = train(plain.train(), steps=1)
     fused, unfused = (

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
-from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
+from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.transformer_engine import TransformerEngine
 from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs, relative_error
-from tests.pretrain.conftest import active_in
+from tests.pretrain.conftest import active_in, context_of
 
 # Chunks of 384, 384 and 256 tokens.
 TOKENS = 1024
@@ -36,7 +36,7 @@ class Model:
         self.engine = TransformerEngine(
             active_in(recipe, "transformer_engine", **options), torch.device("cuda")
         )
-        self.context = PrecisionContext(self.engine, torch.bfloat16, engines=[self.engine])
+        self.context = context_of(self.engine)
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.context)
         self.below.state.add(self.engine, HIDDEN, HIDDEN)

@@ -211,7 +211,6 @@ def test_a_skipped_step_does_not_change_the_state(delayed: str, giant: float) ->
     for skips_a_step in (True, False):
         engine = make(TransformerEngine, delayed, amax_history_len=5)
         linear = linear_of(engine, IN, OUT, bias=True)
-        linear.context.engines = [engine]
         for number in range(3):
             microbatch(linear, *operands(number), weight, bias, True)
         if skips_a_step:

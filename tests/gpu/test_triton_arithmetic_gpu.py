@@ -58,7 +58,7 @@ def assemble(
     model.round_weights(hf, torch.bfloat16)
     model.round_weights(hf, weights or dtype)
     packed = PackedLanguageModel(
-        hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
+        hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(dtype)
     ).train()
     implementation = KernelArithmetic if by_kernels else Arithmetic
     packed.fused = fuse(decoder_layers(hf), {}, implementation(packed.context))

@@ -75,6 +75,14 @@ def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
     return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))
 
 
+def context_of(
+    engine: GemmEngine, dtype: torch.dtype = torch.bfloat16, **state: Any
+) -> PrecisionContext:
+    """Return the context of a model that computes in the precision of `engine`."""
+    active = ActivePrecision(engine.precision.name, engine.precision, "emulation")
+    return PrecisionContext(dtype, {active.name: engine}, active, **state)
+
+
 def linear_of(
     engine: GemmEngine,
     in_features: int,
@@ -87,14 +95,14 @@ def linear_of(
 
     The caller enters the engine's own `forward` where delayed scaling needs it.
     """
-    linear = LinearState(name, PrecisionContext(engine, torch.bfloat16, low_precision=True))
+    linear = LinearState(name, context_of(engine, low_precision=True))
     linear.add(engine, in_features, out_features, bias=bias)
     return linear
 
 
 def call_of(name: str, ends: Tensor | None = None) -> LinearPass:
     """Return a pass of the linear `name`, as probes get it. `ends` are those of experts."""
-    context = PrecisionContext(None, torch.bfloat16)
+    context = PrecisionContext(torch.bfloat16)
     return LinearPass(TorchGemm(name), context, differentiable=True, ends=ends)
 
 

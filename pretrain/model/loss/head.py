@@ -111,7 +111,7 @@ class LossHead(nn.Linear):
         self.bias = linear.bias
         self.settings = settings
         self.chunk = settings.tokens_at_once  # maximum number of tokens in a chunk
-        self.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
+        self.state = LinearState(name, context or PrecisionContext(linear.weight.dtype))
         self.penalty: Penalty | None = None
         if settings.penalty:
             self.penalty = Penalty(settings.penalty, settings.penalty_weight or 0.0)

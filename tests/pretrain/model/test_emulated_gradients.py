@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.wrapping import casting_parameters
 from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
-from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from tests.pretrain.conftest import QUANTIZED, emulation_of, to_nearest
+from pretrain.precision.product import LowPrecisionLinear
+from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of, to_nearest
 
 TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 
@@ -41,7 +41,7 @@ def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_many_microbatches_add_up_to_one_sum_in_fp64(
     precision: str, weights: torch.dtype, kind: type[nn.Module], out: int, wgrads: list[Tensor]
 ) -> None:
-    context = PrecisionContext(emulation_of(precision, **to_nearest(precision)), torch.bfloat16)
+    context = context_of(emulation_of(precision, **to_nearest(precision)))
     linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
     low = LowPrecisionLinear(linear, "l", context)
     low.state.add(context.engine, IN, out)

@@ -18,9 +18,8 @@ from pretrain.model.wrapping import convert
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
-from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings
-from tests.pretrain.conftest import QUANTIZED, emulation_of
+from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of
 
 EXPERTS, CHOICES, HIDDEN = 4, 2, 32
 SIZES = {
@@ -62,11 +61,10 @@ def in_precision(
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
     engine = emulation_of(name, **fp8_config) if name in QUANTIZED else None
-    context = PrecisionContext(engine, torch.float32, engines=[*filter(None, [engine])])
+    context = context_of(engine, torch.float32) if engine else PrecisionContext(torch.float32)
     decisions = {}
     if engine:
-        active = ActivePrecision(name, engine.precision, "emulation")
-        decisions = decide(hf, [*decoder_layers(hf).values()], active)
+        decisions = decide(hf, [*decoder_layers(hf).values()], context.current)
     convert(hf, decisions, context)
     return hf, context
 
@@ -242,5 +240,5 @@ def test_experts_that_are_stacked_differently_are_not_replaced() -> None:
     )
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
-    group_experts(hf, PrecisionContext(None, torch.float32))
+    group_experts(hf, PrecisionContext(torch.float32))
     assert not any(isinstance(module, GroupedExperts) for module in hf.modules())

@@ -107,7 +107,7 @@ def assemble(kind: str, penalty: str | None = None) -> PackedLanguageModel:
     """Build a fused model with FP32 weights that computes in BF16."""
     config = ARCHITECTURES[kind]
     hf = build(config)
-    context = PrecisionContext(None, torch.bfloat16)
+    context = PrecisionContext(torch.bfloat16)
     loss = LossSettings(chunk=32, penalty=penalty, penalty_weight=0.1 if penalty else None)
     packed = PackedLanguageModel(hf, "packed_sdpa", loss, context).train()
     packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(context))

@@ -15,9 +15,8 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, token_losses
-from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
-from tests.pretrain.conftest import QUANTIZED, emulation_of
+from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of
 
 
 def problem(
@@ -114,7 +113,7 @@ def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(
     d_states = d_logits @ linear.weight.detach().double()
 
     engine = emulation_of(precision)
-    context = PrecisionContext(engine, torch.bfloat16, low_precision=True)
+    context = context_of(engine, low_precision=True)
     head = LossHead(linear, LossSettings(chunk=128), context)
     head.state.add(engine, 128, 256)
     seen: list[tuple[Tensor, Tensor]] = []

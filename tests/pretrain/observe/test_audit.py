@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -66,9 +65,9 @@ def inputs(random_packs: Callable) -> dict:
 
 
 def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[Entry]:
-    return audit_products(
-        packed, lambda: packed(**inputs), active, {}, torch.optim.SGD(packed.parameters())
-    )
+    packed.context.current = active
+    optimizer = torch.optim.SGD(packed.parameters())
+    return audit_products(packed, lambda: packed(**inputs), {}, optimizer)
 
 
 @pytest.mark.parametrize("kind", LINEARS)
@@ -153,7 +152,7 @@ def test_a_fused_product_in_fp32_or_without_dgrad_is_found(
     gemm: str, build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = build_model(cast_to=torch.bfloat16)
-    packed.context = PrecisionContext(None, torch.bfloat16)
+    packed.context = PrecisionContext(torch.bfloat16)
     packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     packed.train()
@@ -386,7 +385,7 @@ def test_a_precision_that_differs_from_the_schedule_is_found(
     observer = run.observer_of(run.audit())
     scheduled = active_in("current") if is_quantized else active_in("bf16", "torch")
     schedule = PrecisionSchedule([(1, run.active), (None, scheduled)], 9)
-    observer.precision = replace(observer.precision, schedule=schedule)
+    observer.schedule = schedule
     step = Step(2, is_quantized, is_new=True, measures_operands=False)
     assert observer.due(step)
     with (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -57,8 +56,7 @@ def observers_of(
     resumed_step: int = 0,
     statistics_every: int | None = 100,
 ) -> Observers:
-    precision = SimpleNamespace(schedule=schedule)
-    return Observers(observers, precision, resumed_step, statistics_every)
+    return Observers(observers, schedule, resumed_step, statistics_every)
 
 
 def steps_described(observers: Observers, recorder: Recorder, numbers: range) -> list[Step]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pretrain.observe.operand_statistics import SAMPLED_VALUES, OperandStatistics, summary
-from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from tests.pretrain.conftest import QUANTIZED, active_in, call_of, emulation_of
+from pretrain.precision.product import LowPrecisionLinear
+from tests.pretrain.conftest import QUANTIZED, active_in, call_of, context_of, emulation_of
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -26,7 +26,7 @@ class SmallModel:
     def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
         self.engine = emulation_of(recipe, **options)
-        self.context = PrecisionContext(self.engine, torch.bfloat16, engines=[self.engine])
+        self.context = context_of(self.engine)
         self.layers = nn.Sequential(
             self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256)
         )

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foundation.overrides import overridden
 from pretrain.precision.emulation import EmulationEngine
-from pretrain.precision.product import LinearState, PrecisionContext
+from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
-from tests.pretrain.conftest import emulation_of, linear_of
+from tests.pretrain.conftest import context_of, emulation_of, linear_of
 from tests.pretrain.precision.quantizers.test_tensor import one_column
 
 TOKENS, SIZE = 32, 16
@@ -166,7 +166,7 @@ def test_a_pass_outside_of_training_keeps_the_state(factor: float, fails: bool) 
     runs = []
     for passes in (2, 0):
         engine = emulation_of("delayed", amax_history_len=8)
-        context = PrecisionContext(engine, torch.bfloat16, engines=[engine])
+        context = context_of(engine)
         linear = LinearState("layer", context)
         linear.add(engine, SIZE, SIZE)
         step(linear)

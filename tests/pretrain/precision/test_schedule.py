@@ -82,15 +82,15 @@ def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None
     assert schedule.at(steps + 1) == listed[-1], "a finished run stays in its last precision"
     assert schedule.precisions == list(dict.fromkeys(listed))
     spans = schedule.spans
-    assert [spans[0].first, spans[-1].last] == [1, steps]
-    assert [span.first for span in spans[1:]] == [span.last + 1 for span in spans[:-1]]
+    assert [spans[0][0], spans[-1][1]] == [1, steps]
+    assert [first for first, *_ in spans[1:]] == [last + 1 for _, last, _ in spans[:-1]]
     assert schedule.changes == (len(spans) > 1)
 
 
 def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
     phases = [(0.206, NVFP4), (50, DELAYED), (None, BF16)]
     for steps, ends in ((100, [21, 50, 100]), (200, [41, 50, 200])):
-        assert [span.last for span in PrecisionSchedule(phases, steps).spans] == ends
+        assert [last for _, last, _ in PrecisionSchedule(phases, steps).spans] == ends
 
 
 def test_a_horizon_that_leaves_a_phase_without_a_step_is_rejected() -> None:

@@ -30,7 +30,6 @@ from pretrain.observe.step_check import StepCheck
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
 from pretrain.optimizer.muon import build_muon
-from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision, decide
@@ -123,7 +122,7 @@ class SmallRun:
         def loss() -> Tensor:
             return self.packed(**inputs_of(batch, self.accelerator.device)) * scale
 
-        entries = audit_products(self.packed, loss, self.active, self.decisions, self.optimizer)
+        entries = audit_products(self.packed, loss, self.decisions, self.optimizer)
         clear_gradients(self.optimizer, self.packed)
         return entries
 
@@ -142,13 +141,9 @@ class SmallRun:
 
     def observer_of(self, entries: Sequence[Entry]) -> ProductAudit:
         """Return the observer that compares products with an audit's `entries`."""
-        context = self.packed.context
-        in_model = PrecisionInModel(
-            self.active, context.engine, self.decisions, {"products": entries}
-        )
+        audits = {self.active.name: {"products": entries}}
         schedule = PrecisionSchedule([(None, self.active)], self.recipe.train.steps)
-        precision = ModelPrecision(context, {in_model.name: in_model}, schedule)
-        return ProductAudit(self.packed, precision, write=lambda: None)
+        return ProductAudit(self.packed, schedule, audits, write=lambda: None)
 
     def watch(self, number: int, observers: list[Observer], *, is_new: bool) -> StepWatch:
         """Return the watch over a statistics step."""
@@ -291,10 +286,7 @@ def low_precision_model(
         backend="packed_sdpa",
     )
     compute = getattr(torch, active.precision.compute_dtype)
-    engines = make_engines([active], device)
-    context = PrecisionContext(
-        engines[active.requested], compute, engines=[*filter(None, engines.values())]
-    )
+    context = PrecisionContext(compute, make_engines([active], device), active)
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     blocks = decoder_layers(hf)
     decisions = {}
@@ -302,7 +294,7 @@ def low_precision_model(
         decisions = decide(hf, list(blocks.values()), active)
     if fused:
         arithmetic = choose_arithmetic(active, device.type, context)
-        packed.fused = fuse(blocks, {context.engine: decisions}, arithmetic)
+        packed.fused = fuse(blocks, {active.name: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(
         packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False

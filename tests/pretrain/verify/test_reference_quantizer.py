@@ -60,7 +60,7 @@ def test_a_gradient_is_sampled_although_its_last_tokens_have_no_label() -> None:
 
 def test_one_operand_of_each_role_and_size_is_compared() -> None:
     active = active_in("mxfp8")
-    check = ProductCheck(PrecisionContext(None, torch.bfloat16), active)
+    check = ProductCheck(PrecisionContext(torch.bfloat16), active)
     for scale in (0.0, 1.0, 2.0):
         operand = scale * torch.randn(128, 128, dtype=torch.bfloat16)
         name = f"linear {scale}"

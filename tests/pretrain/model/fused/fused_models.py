@@ -161,7 +161,7 @@ def packed(
     hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32
 ) -> PackedLanguageModel:
     """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
-    context = PrecisionContext(None, dtype)
+    context = PrecisionContext(dtype)
     trained = PackedLanguageModel(
         hf, hf.config._attn_implementation, LossSettings(chunk=64), context
     ).train()

@@ -82,11 +82,10 @@ def assemble(
     hf = build(ARCHITECTURES[kind] | (sizes if kind == "gpt2" else SIZES) | changes)
     model.round_weights(hf, torch.bfloat16)
     layers = decoder_layers(hf)
-    engines = make_engines(actives, torch.device("cpu"))
-    context = PrecisionContext(None, torch.bfloat16, engines=[*filter(None, engines.values())])
+    context = PrecisionContext(torch.bfloat16, make_engines(actives, torch.device("cpu")))
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {
-        engines[active.precision.name]: decide(hf, list(layers.values()), active)
+        active: decide(hf, list(layers.values()), active)
         for active in actives
         if active.precision.quantized
     }
@@ -94,11 +93,12 @@ def assemble(
         assert not_fused_because("auto", actives[0], "cuda", torch.bfloat16) is None
         arithmetic = choose_arithmetic(actives[0], "cuda", context)
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=ROTARY, activation=ACTIVATION)
-        packed.fused = fuse(layers, decisions, arithmetic)
+        by_name = {active.name: made for active, made in decisions.items()}
+        packed.fused = fuse(layers, by_name, arithmetic)
         assert not packed.fused.left_out
-    for context.engine, engine_decisions in decisions.items():
-        convert(hf, engine_decisions, context, packed.fused)
-    context.engine = engines[actives[0].precision.name]
+    for context.current, made in decisions.items():
+        convert(hf, made, context, packed.fused)
+    context.current = actives[0]
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
     return packed
 
@@ -198,7 +198,6 @@ def test_served_weights_are_the_operands_of_stacked_products(
     products = audit_products(
         packed,
         lambda: packed(**inputs()),
-        active,
         decisions,
         torch.optim.SGD(packed.parameters()),
     )

@@ -46,7 +46,7 @@ def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     hf = build(ARCHITECTURES[kind] | special | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
-    fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
+    fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(torch.float32)))
     assert not fused.layers
     assert all(reason in text for text in fused.left_out.values())
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
@@ -69,7 +69,7 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name].with_options(LowPrecisionSettings()), "torch")
     reason = not_fused_because(setting, active, device, dtype)
-    arithmetic = choose_arithmetic(active, device, PrecisionContext(None, dtype))
+    arithmetic = choose_arithmetic(active, device, PrecisionContext(dtype))
     assert (None if reason else type(arithmetic)) == implementation
 
 

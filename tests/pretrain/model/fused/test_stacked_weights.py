@@ -30,7 +30,7 @@ def stacks(
         for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     ]
     named = {str(index): linear.to(dtype) for index, linear in enumerate(linears)}
-    return StackedLinear("all", named, Arithmetic(PrecisionContext(None, compute_dtype)))
+    return StackedLinear("all", named, Arithmetic(PrecisionContext(compute_dtype)))
 
 
 @given(DTYPES.flatmap(lambda dtype: stacks(compute_dtype=dtype)))
