@@ -7,7 +7,7 @@ the step costs no additional time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,26 +96,6 @@ class Observer:
         losses: the step's losses as metrics.jsonl gets them, see `PackedLanguageModel.mean_losses`.
         """
         yield
-
-
-@dataclass(eq=False)
-class PeriodicFigures(Observer):
-    """Observer that adds the result of `compute` to metrics.jsonl in every n-th step.
-
-    every: the number n. None means never.
-    """
-
-    every: int | None
-    compute: Callable[[], dict[str, Any]]
-    observes_passes = False
-
-    def due(self, step: Step) -> bool:
-        """Return whether the step's number is a multiple of `every`."""
-        return is_due(step.number, self.every)
-
-    def metrics(self, step: Step) -> dict[str, Any]:
-        """Return the result of `compute`."""
-        return self.compute()
 
 
 @dataclass

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.routing import Routing
 from pretrain.observe.audit import ProductAudit
-from pretrain.observe.observers import Observer, Observers, PeriodicFigures
+from pretrain.observe.observers import Observer, Observers, Step, is_due
 from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
@@ -65,8 +66,8 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
         ProductAudit(model, schedule, run.assembly.audits, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
     ]
-    if model.routing.routers:
-        observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
+    if every and model.routing.routers:
+        observers.append(ExpertLoads(model.routing, every))
     if every and model.context.engines:
         if accelerator.is_main_process:
             run.trackers.statistics.start()
@@ -74,13 +75,24 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
     return Observers(observers, schedule, run.state.step, every)
 
 
-def _expert_loads(routing: Routing) -> dict[str, Any]:
-    """Return the metric `expert_loads`: the share of tokens that each expert has processed.
+@dataclass(eq=False)
+class ExpertLoads(Observer):
+    """Log the share of tokens that each expert has processed, in every n-th step.
 
-    Return {} if no step has been trained.
+    every: the number n.
     """
-    loads = routing.loads
-    return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
+
+    routing: Routing
+    every: int
+    observes_passes = False
+
+    def due(self, step: Step) -> bool:
+        return is_due(step.number, self.every)
+
+    def metrics(self, step: Step) -> dict[str, Any]:
+        """Return the metric `expert_loads`. Return {} if no step has been trained."""
+        loads = self.routing.loads
+        return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
 
 
 # ── The microbatch ────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Step records, summaries and gradient statistics."""
+"""Step records and summaries."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
         )
         assert finished.status == 0, finished.output
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        compared = re.compile("step$|.*loss|penalty|grad")
+        compared = re.compile("step$|.*loss|penalty|grad_norm")
         return [
             {key: value for key, value in json.loads(line).items() if compared.match(key)}
             for line in lines
