@@ -46,20 +46,19 @@ class StackedLinear(LinearState):
         self,
         name: str,
         linears: Mapping[str, nn.Linear | Conv1D],
-        arithmetic: Arithmetic,
+        context: PrecisionContext,
     ) -> None:
         """Create the stacked linear without moving any parameter.
 
         Args:
             name: Name of the amax histories and scales of the product in checkpoints.
             linears: Map the name of each linear layer in the model to the layer.
-            arithmetic: The arithmetic of the model's fused layers.
+            context: The context of the model.
         """
-        super().__init__(name, arithmetic.context, tuple(linears))
+        super().__init__(name, context, tuple(linears))
         self.linears = tuple(linears.values())
         # True for a Conv1D of transformers, which is never stacked. Its weight is [in, out].
         self.transposed = isinstance(self.linears[0], Conv1D)
-        self.arithmetic = arithmetic
         # The Gemm without quantization. It casts the weight once a step and caches the result for
         # the other microbatches of the step.
         self.plain = TorchGemm(name, self.members)
@@ -130,12 +129,8 @@ class StackedPass(LinearPass):
     quantized.
     """
 
-    def __init__(self, stack: StackedLinear, x: Tensor) -> None:
-        super().__init__(
-            stack.low or stack.plain,
-            stack.context,
-            differentiable=stack.arithmetic.differentiable,
-        )
+    def __init__(self, stack: StackedLinear, x: Tensor, *, differentiable: bool) -> None:
+        super().__init__(stack.low or stack.plain, stack.context, differentiable=differentiable)
         self.stack = stack
         self.gemm.begin(x)
 
@@ -223,8 +218,6 @@ class Arithmetic:
     """
 
     context: PrecisionContext
-    # True if a backward may follow the current forward.
-    differentiable: bool = True
     # True if forward saves queries, keys and values for backward. If False, backward recomputes
     # them from the output of the query-key-value product. Layers without head norms ignore this
     # field.
@@ -319,14 +312,13 @@ class Arithmetic:
         return MLPActivation(self.kernels.activation, kind, gate_up, down)
 
     def save(self, ctx: Any, *operands: Operand | None) -> None:
-        """Save operands of any kind for backward, if a backward may follow.
+        """Save operands of any kind for backward.
 
         Saving may free codes that the weight gradient does not read. Therefore backward may use a
         saved quantized operand only for a weight gradient.
         """
-        if self.differentiable:
-            tensors, ctx.rest = self.gemm_class.save(*operands)
-            ctx.save_for_backward(*tensors)
+        tensors, ctx.rest = self.gemm_class.save(*operands)
+        ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: Any) -> Sequence[Operand | None]:
         """Return the operands that `save` has stored in `ctx`, in the same order."""

@@ -275,7 +275,7 @@ class FusedLayer:
         products = []
         for stacked_name, stack in self.parts.stacks.items():
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic)
+            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic.context)
             product.lay_together()
             products.append(product)
         self.products = tuple(products)
@@ -295,10 +295,11 @@ class FusedLayer:
         x = hidden_states.squeeze(0)
         # Read the gradient mode here, because gradients are always disabled inside of an
         # autograd.Function.
-        self.arithmetic.differentiable = torch.is_grad_enabled()
-        attended, x = self._attend(x, **kwargs)
+        differentiable = torch.is_grad_enabled()
+        attended, x = self._attend(x, differentiable, **kwargs)
         weights = (*self.output.weights, *self.gate_up.weights, *self.down.weights)
-        return OutputAndMLP.apply(self, attended, x, *self.mlp_vectors, *weights)[None]
+        inputs = (attended, x, *self.mlp_vectors, *weights)
+        return OutputAndMLP.apply(self, differentiable, *inputs)[None]
 
     @property
     def attention_vectors(self) -> list[Summed]:
@@ -315,6 +316,7 @@ class FusedLayer:
     def _attend(
         self,
         x: Tensor,
+        differentiable: bool,
         *,
         cu_seqlens: Tensor,
         max_seqlen: int,
@@ -326,7 +328,8 @@ class FusedLayer:
 
         The returned x has the same values as the argument, but it is an output of the autograd node
         `NormedAttention`. The residual branch must use the returned x, so that the backward of the
-        node gets the gradient of the residual branch.
+        node gets the gradient of the residual branch. `differentiable` is True if a backward can
+        follow.
         """
         attention = self.parts.attention
         # GPT-2 adds learned positions to the embeddings and has no rotation.
@@ -342,8 +345,9 @@ class FusedLayer:
         )
         if name in ATTENTION_KERNELS and (window is None or window >= max_seqlen):
             arguments = (documents, max_seqlen, attention.scaling)
-            return NormedAttention.apply(self, (ATTENTION_KERNELS[name], arguments), *inputs)
-        *states, x = NormedAttention.apply(self, None, *inputs)
+            kernels = (ATTENTION_KERNELS[name], arguments)
+            return NormedAttention.apply(self, differentiable, kernels, *inputs)
+        *states, x = NormedAttention.apply(self, differentiable, None, *inputs)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
         output = AttentionInterface()[name](
             attention,
@@ -391,6 +395,7 @@ class NormedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: FusedLayer,
+        differentiable: bool,
         attention: tuple[AttentionKernels, tuple[Any, ...]] | None,
         x: Tensor,
         cos: Tensor | None,
@@ -398,7 +403,7 @@ class NormedAttention(torch.autograd.Function):
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
-        product = StackedPass(layer.qkv, x)
+        product = StackedPass(layer.qkv, x, differentiable=differentiable)
         ctx.call = (layer, product, attention, arithmetic.gemm_class.is_first_in_forward())
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
@@ -407,12 +412,14 @@ class NormedAttention(torch.autograd.Function):
         )
         saved = [normed, x, *statistics, qkv if layer.parts.head_norms else None, cos, sin]
         if attention is None:
-            arithmetic.save(ctx, *saved)
+            if differentiable:
+                arithmetic.save(ctx, *saved)
             return q, k, v, x
         kernels, documents = attention
         output, log_sums = kernels.forward(q, k, v, *documents)
         kept = [q, k, v] if arithmetic.keeps_rotated or not layer.parts.head_norms else [None] * 3
-        arithmetic.save(ctx, *saved, *kept, output, log_sums)
+        if differentiable:
+            arithmetic.save(ctx, *saved, *kept, output, log_sums)
         return output.view(len(x), -1), x
 
     @staticmethod
@@ -440,7 +447,7 @@ class NormedAttention(torch.autograd.Function):
         d_vectors = [*d_norm, *d_head_norms[: len(layer.parts.head_norms)], *d_biases]
         _add_to_main_gradients(layer.attention_vectors, d_vectors)
         # The gradients of the parameters are in their main gradients.
-        return None, None, dx, *[None] * (len(ctx.needs_input_grad) - 3)
+        return None, None, None, dx, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _add_to_main_gradients(parameters: Sequence[Summed], gradients: Any) -> None:
@@ -482,23 +489,29 @@ class OutputAndMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
+        ctx: Any,
+        layer: FusedLayer,
+        differentiable: bool,
+        attended: Tensor,
+        residual: Tensor,
+        *_: Tensor,
     ) -> Tensor:
         arithmetic = layer.arithmetic
-        output = StackedPass(layer.output, attended)
+        output = StackedPass(layer.output, attended, differentiable=differentiable)
         operand = output.quantize("input", attended)
         x = output.project(operand, residual)
-        gate_up = StackedPass(layer.gate_up, x)
+        gate_up = StackedPass(layer.gate_up, x, differentiable=differentiable)
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
         hidden = gate_up.project(normed)
-        down = StackedPass(layer.down, hidden)
+        down = StackedPass(layer.down, hidden, differentiable=differentiable)
         activation = arithmetic.activation(hidden, layer.parts.activation, gate_up, down)
         activated, kept = activation.forward(hidden)
         ctx.call = (layer, output, activation)
         y = down.project(activated, x)
         # Save after the products, because saving splits quantized operands into tensors, and
         # products cannot use the split operands.
-        arithmetic.save(ctx, operand, x, normed, hidden, kept, *statistics)
+        if differentiable:
+            arithmetic.save(ctx, operand, x, normed, hidden, kept, *statistics)
         return y
 
     @staticmethod
@@ -531,4 +544,4 @@ class OutputAndMLP(torch.autograd.Function):
         d_biases += down.stack.bias_gradients(d_down_bias)
         _add_to_main_gradients(layer.mlp_vectors, [*d_norm, *d_biases])
         # The gradients of the parameters are in their main gradients.
-        return None, d_attended, dx, *[None] * (len(ctx.needs_input_grad) - 3)
+        return None, None, d_attended, dx, *[None] * (len(ctx.needs_input_grad) - 4)
