@@ -12,8 +12,8 @@ in the requested precision.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,16 @@ from packing.batch import StepBatches
 from pretrain.metrics.run_record import observed_layers
 from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
-from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.sharding import Sharding
+from pretrain.observe.model_audit import ModelObserver, matrices_of
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
 from pretrain.precision.observed import OPERANDS, dtype_name
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.scope import LINEARS, Decision
+from pretrain.precision.scope import LINEARS, Decision, quantized_names
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 # An entry of `products` in audit.json: the requested and the effective precision of a module.
@@ -43,12 +43,6 @@ Entry = dict[str, Any]
 
 
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
-
-
-# (module, weight, is_announced): a module, its weight matrix, and a flag. The flag is True for the
-# matrices of fused layers and of grouped experts, whose code announces each product (`watched`).
-# The audit requires that forward, dgrad and wgrad of such a matrix have all run.
-_Matrix = tuple[nn.Module, Tensor, bool]
 
 
 def audit_products(
@@ -71,49 +65,35 @@ def audit_products(
     """
     active = packed.context.current
     fused = packed.fused.members if packed.fused else {}
-    matrices = _matrices(packed.hf, fused)
-    low = {
-        name
-        for name, decision in decisions.items()
-        if active.precision.quantized and decision.requested == active.precision.name
-    }
-    # Observe the whole forward of each other module, to find products that should not be there: a
-    # low-precision linear must compute only its low-precision product. A low-precision LM head is
-    # an exception, because its forward may also multiply operands by a Hadamard matrix.
-    modules = {
-        name: module
-        for name, (module, _, is_announced) in matrices.items()
-        if not (is_announced or (name in low and isinstance(module, LossHead)))
-    }
-    observer = ProductObserver()
-    with (
-        torch.compiler.set_stance("force_eager"),
-        observer.observing(),
-        _watching_forwards(modules, observer),
-    ):
+    routers = {module for router in packed.routing.routers for module in router.modules()}
+    low = quantized_names(decisions) if active.precision.quantized else set()
+    observer = ModelObserver(packed.hf)
+    with torch.compiler.set_stance("force_eager"), observer.observing():
         compute_loss().backward()
     ran_low = _effective_in(active, observer.products, low)
-    in_routers = {module for router in packed.routing.routers for module in router.modules()}
     entries = []
-    for name, (module, weight, is_announced) in matrices.items():
+    for name, (module, weight) in _multiplied(packed.hf).items():
         observed = observer.products.get(name, ())
-        decision = decisions.get(name, Decision(active.precision.name))
+        # The code of fused layers and of grouped experts announces each product (`watched`).
+        is_announced = name in fused or isinstance(module, GroupedExperts)
+        decision = decisions.get(name, Decision(active.name))
         entry: Entry = {
             "name": name,
             "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
             "requested": decision.requested,
             "effective": ran_low.get(name) or _precision_in_torch(observed, all_three=is_announced),
-            "products": {
-                product.gemm: f"{product.left} x {product.right}"
-                for product in observed
-                if name in low
-            },
-            "backend": active.engine if name in low else "torch",
+            "products": {},
+            "backend": "torch",
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
+        if name in low:
+            entry["backend"] = active.engine
+            entry["products"] = {
+                product.gemm: f"{product.left} x {product.right}" for product in _own(observed)
+            }
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
-        if module in in_routers or not is_linear:
+        if module in routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
             # stacked. These modules compute in the precision that transformers has implemented (on
             # a CPU, routers compute in FP32). So the observed precision is also reported as the
@@ -129,43 +109,21 @@ def audit_products(
     return entries
 
 
-def _matrices(hf: PreTrainedModel, fused: Container[str]) -> dict[str, _Matrix]:
-    """Map the name of each module with a matrix, or of each stack of experts, to its `_Matrix`.
+def _multiplied(hf: PreTrainedModel) -> dict[str, tuple[nn.Module, Tensor]]:
+    """Map names to modules that multiply with a matrix, and to the matrix.
 
-    fused: the names of the linears in fused layers.
+    The name of a stack of experts is the name of its parameter.
     """
-    matrices: dict[str, _Matrix] = {}
+    multiplied: dict[str, tuple[nn.Module, Tensor]] = {}
     for name, module in hf.named_modules():
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
-                matrices[stack.name] = (module, module.get_parameter(key), True)
-        # An embedding is skipped, because it only looks up rows.
+                multiplied[stack.name] = (module, module.get_parameter(key))
+        # An embedding only looks up rows.
         elif not isinstance(module, nn.Embedding):
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.dim() > 1:
-                    matrices.setdefault(name, (module, parameter, name in fused))
-    return matrices
-
-
-@contextmanager
-def _watching_forwards(
-    modules: Mapping[str, nn.Module], observer: ProductObserver
-) -> Iterator[None]:
-    """Observe the products that torch computes in forwards during the caller's `with` statement.
-
-    modules: map names to modules. Products are recorded under the name of their module.
-
-    The whole forward is observed. So the audit also finds a product in another precision that was
-    added to the forward of a module.
-    """
-    with ExitStack() as undo:
-        for name, module in modules.items():
-            if "forward" in vars(module):
-                undo.callback(setattr, module, "forward", module.forward)
-            else:
-                undo.callback(delattr, module, "forward")
-            module.forward = observer.watching([name], "forward")(module.forward)
-        yield
+            for matrix in matrices_of(module)[:1]:
+                multiplied[name] = (module, matrix)
+    return multiplied
 
 
 # ── In training ───────────────────────────────────────────────────────────────────────────────────
@@ -308,9 +266,12 @@ def _precision_in_torch(observed: Sequence[ObservedProduct], *, all_three: bool)
     all_three: True if forward, dgrad and wgrad must all have run. Then the text also lists the
         products that did not run.
     """
-    if not observed:
+    # The precision of a product that only torch announces is that of its forward. In backward,
+    # torch may sum over rows in another dtype.
+    judged = [product for product in observed if all_three or product.gemm == "forward"]
+    operands = {operand for product in judged for operand in (product.left, product.right)}
+    if not operands:
         return "not run"
-    operands = {operand for product in observed for operand in (product.left, product.right)}
     dtypes = " x ".join(sorted(operands))
     name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
     return ", ".join([name, *(_not_run(observed) if all_three else ())])
@@ -331,7 +292,7 @@ def _effective_in(
     """
     effective = {}
     for name in names:
-        observed = products.get(name, ())
+        observed = _own(products.get(name, ()))
         wrong = {
             f"{product.gemm} {product.left} x {product.right}"
             for product in observed
@@ -340,6 +301,11 @@ def _effective_in(
         findings = [*sorted(wrong), *_not_run(observed)]
         effective[name] = ", ".join(findings) or active.precision.name
     return effective
+
+
+def _own(observed: Sequence[ObservedProduct]) -> list[ObservedProduct]:
+    """Return the products with the weight of a linear, without those of a Hadamard transform."""
+    return [product for product in observed if product.gemm in OPERANDS]
 
 
 def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:

@@ -1,9 +1,8 @@
 """Audit any PyTorch model: report the operands of every matrix product, as the products run.
 
-`audit_products` compares a run of the launcher with its recipe. `audit` has no recipe to compare
-with. It reports the products of any model: of nn.Linear, of our low-precision linears, and of the
-FP8 layers of Transformer Engine, torchao and Accelerate. Both observe products by the same
-`ProductObserver`.
+`audit` reports the products of any model: of nn.Linear, of our low-precision linears, and of the
+FP8 layers of Transformer Engine, torchao and Accelerate. The launcher observes its model by the
+same `ModelObserver` and compares the products with the recipe (`audit_products`).
 
 A product that no `watched` block announces belongs to the module whose forward runs, or to the
 module whose forward has created the running node of autograd.
@@ -93,7 +92,7 @@ def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> 
     Returns:
         The products, in the order of execution.
     """
-    observer = _ModelObserver(model)
+    observer = ModelObserver(model)
     with torch.compiler.set_stance("force_eager"), observer.observing():
         backward_of(model, batch)
     return observer.audit()
@@ -122,7 +121,7 @@ class _Origin(NamedTuple):
     fp8: str = ""
 
 
-class _ModelObserver(ProductObserver):
+class ModelObserver(ProductObserver):
     """Observer that records every product of a model, inside and outside of `watched` blocks."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,7 +137,7 @@ class _ModelObserver(ProductObserver):
         # Map the address of a tensor to the origin of its values.
         self._origins: dict[int, _Origin] = {}
         for name, module in self._modules.items():
-            for weight in _matrices(module):
+            for weight in matrices_of(module):
                 # Tied weights have several owners.
                 owners = self._origins.get(_address(weight), _Origin()).owners
                 self._origins[_address(weight)] = _Origin((*owners, name))
@@ -228,12 +227,12 @@ class _ModelObserver(ProductObserver):
         for name in filter(self._called.__contains__, self._modules):
             module = self._modules[name]
             is_visible = any(product.startswith(f"{name}.") for product in visible)
-            if _matrices(module) and not is_visible and not isinstance(module, nn.Embedding):
+            if matrices_of(module) and not is_visible and not isinstance(module, nn.Embedding):
                 result.append(Product(name, type(module).__name__, "not visible", "", "", ""))
         return result
 
 
-def _matrices(module: nn.Module) -> list[Tensor]:
+def matrices_of(module: nn.Module) -> list[Tensor]:
     """Return the parameters of `module`, without its submodules, that have two or more axes."""
     return [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
 
@@ -250,7 +249,7 @@ def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) ->
     It is used for operands that are not known to be copies of a weight of `module`.
     """
     left, right = (operand.shape[-2:] for operand in operands)
-    shapes = {tuple(sorted(weight.shape[-2:])) for weight in _matrices(module)}
+    shapes = {tuple(sorted(weight.shape[-2:])) for weight in matrices_of(module)}
     if with_weight == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
         return "wgrad"
     return with_weight if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"

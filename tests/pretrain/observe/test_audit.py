@@ -228,7 +228,7 @@ def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
     assert (
-        "1 of 15 modules did not compute in this precision: model.layers.1.mlp.up_proj (forward bf"
+        "1 of 15 modules did not compute in this precision: model.layers.1.mlp.up_proj (dgrad bf"
         in refusal(run.audit)
     )
 
@@ -247,7 +247,7 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     message = refusal(run.audit)
     assert (
         "1 of 15" in message
-        and "layers.0.mlp.down_proj (forward bfloat16 x bfloat16, dgrad not run, wgrad not run"
+        and "layers.0.mlp.down_proj (dgrad bfloat16 x bfloat16, forward bfloat16 x bfloat16, wgrad"
         in message
     )
 
