@@ -155,7 +155,7 @@ class WhichTrainings:
         if self.candidates:
             return dict(self.candidates[name])
         precision = PRECISIONS[name.removesuffix(HEAD)]
-        contradictions = self.recipe.fp8_config.contradictions(precision)
+        contradictions = self.recipe.fp8_config.options_set.keys() - precision.options.keys()
         return {
             "precision": precision.name,
             "fp8_config.scope": "linear+head" if name.endswith(HEAD) else "linear",

@@ -12,7 +12,7 @@ in the requested precision.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,28 +70,30 @@ def audit_products(
     observer = ModelObserver(packed.hf)
     with torch.compiler.set_stance("force_eager"), observer.observing():
         compute_loss().backward()
-    ran_low = _effective_in(active, observer.products, low)
     entries = []
     for name, (module, weight) in _multiplied(packed.hf).items():
         observed = observer.products.get(name, ())
         # The code of fused layers and of grouped experts announces each product (`watched`).
         is_announced = name in fused or isinstance(module, GroupedExperts)
         decision = decisions.get(name, Decision(active.name))
+        kind = type(module).__name__
+        effective, products, engine = _precision_in_torch(observed, is_announced), {}, "torch"
+        if name in low:
+            engine = active.engine
+            effective = _effective_in(active, observed)
+            products = {
+                product.gemm: f"{product.left} x {product.right}" for product in _own(observed)
+            }
         entry: Entry = {
             "name": name,
-            "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
+            "module": f"fused {kind}" if name in fused else kind,
             "requested": decision.requested,
-            "effective": ran_low.get(name) or _precision_in_torch(observed, all_three=is_announced),
-            "products": {},
-            "backend": "torch",
+            "effective": effective,
+            "products": products,
+            "backend": engine,
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
-        if name in low:
-            entry["backend"] = active.engine
-            entry["products"] = {
-                product.gemm: f"{product.left} x {product.right}" for product in _own(observed)
-            }
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
@@ -168,7 +170,7 @@ class ProductAudit(Observer):
             yield
             return
         audit = self.audits[active.name]
-        low = {entry["name"]: entry for entry in audit["products"] if entry["products"]}
+        low = [entry for entry in audit["products"] if entry["products"]]
         observer = ProductObserver()
         # The products of each microbatch. A product that is missing in one microbatch may run
         # several times in another, for example in each chunk of the loss.
@@ -183,8 +185,10 @@ class ProductAudit(Observer):
         # A microbatch that did not run has no products.
         observed += [{}] * (len(batches.microbatches) - len(observed))
         for number, products in enumerate(observed, 1):
-            effective = _effective_in(active, products, low)
-            entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
+            entries = [
+                entry | {"effective": _effective_in(active, products.get(entry["name"], ()))}
+                for entry in low
+            ]
             where = f" in microbatch {number} of step {step.number}"
             _require_requested(entries, active, where)
         if step.is_new:
@@ -240,13 +244,15 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
 
     audited: the contents of audit.json.
     """
+    attention = audited["attention"]["kind"].removeprefix("packed_")
     settings = [
-        f"attention: within each document ({audited['attention']['kind'].removeprefix('packed_')})",
+        f"attention: within each document ({attention})",
         f"gradient sums: {audited['gradients']}",
         f"fused kernels: {audited['fused']}",
         f"torch.compile: {audited['compiled'].replace('nothing', 'off')}",
-        *(["deterministic"] if audited["deterministic"] != "no" else []),
     ]
+    if audited["deterministic"] != "no":
+        settings.append("deterministic")
     return {
         "layers": "\n".join(observed_layers(audited["products"])),
         "settings": "\n".join(settings),
@@ -256,7 +262,7 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
 # ── Requested and effective precisions ────────────────────────────────────────────────────────────
 
 
-def _precision_in_torch(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
+def _precision_in_torch(observed: Sequence[ObservedProduct], all_three: bool) -> str:
     """Return the precision of products that torch computed, for example "bf16".
 
     If the operands have different dtypes, or a dtype that belongs to no precision, return the names
@@ -274,33 +280,24 @@ def _precision_in_torch(observed: Sequence[ObservedProduct], *, all_three: bool)
         return "not run"
     dtypes = " x ".join(sorted(operands))
     name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
-    return ", ".join([name, *(_not_run(observed) if all_three else ())])
+    missing = _not_run(observed) if all_three else []
+    return ", ".join([name, *missing])
 
 
-def _effective_in(
-    active: ActivePrecision,
-    products: Mapping[str, Sequence[ObservedProduct]],
-    names: Iterable[str],
-) -> dict[str, str]:
-    """Map the name of each low-precision linear in `names` to its effective precision.
+def _effective_in(active: ActivePrecision, observed: Sequence[ObservedProduct]) -> str:
+    """Return the effective precision of a low-precision linear.
 
-    The effective precision is the name of the active precision if forward, dgrad and wgrad ran, and
-    if all their operands had the kinds of this precision. Otherwise it is a text that lists the
-    faults.
+    It is the name of the active precision if forward, dgrad and wgrad ran, and if all their
+    operands had the kinds of this precision. Otherwise it is a text that lists the faults.
 
-    products: map the names of linears to their products in one microbatch.
+    observed: the products of the linear in one microbatch.
     """
-    effective = {}
-    for name in names:
-        observed = _own(products.get(name, ()))
-        wrong = {
-            f"{product.gemm} {product.left} x {product.right}"
-            for product in observed
-            if not is_expected(product, active)
-        }
-        findings = [*sorted(wrong), *_not_run(observed)]
-        effective[name] = ", ".join(findings) or active.precision.name
-    return effective
+    wrong = {
+        f"{product.gemm} {product.left} x {product.right}"
+        for product in _own(observed)
+        if not is_expected(product, active)
+    }
+    return ", ".join([*sorted(wrong), *_not_run(observed)]) or active.name
 
 
 def _own(observed: Sequence[ObservedProduct]) -> list[ObservedProduct]:
@@ -368,15 +365,12 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
       is possible that no token of the pack has chosen the expert.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    lost = [
-        name
-        for name, parameter in hf.named_parameters()
-        if parameter.requires_grad
-        and not (
-            id(parameter) in optimized
-            and (was_reached(parameter) or re.search(r"\.experts\.\d+\.", name))
-        )
-    ]
+    trained = {name: weight for name, weight in hf.named_parameters() if weight.requires_grad}
+    lost = []
+    for name, parameter in trained.items():
+        is_reached = was_reached(parameter) or re.search(r"\.experts\.\d+\.", name)
+        if not is_reached or id(parameter) not in optimized:
+            lost.append(name)
     if lost:
         raise InputError(
             f"model: {len(lost)} parameters would not be trained, for example {lost[0]}, because "

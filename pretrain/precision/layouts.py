@@ -21,11 +21,9 @@ from pretrain.precision.quantizers import E2M1, E4M3, Quantized
 from pretrain.precision.quantizers.blocks import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
 from pretrain.precision.quantizers.tensor import decode_scale
 
-# The values of E2M1, in the order of their codes. The first half are the magnitudes.
-_E2M1_VALUES = (
-    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
-    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
-)
+# The values of E2M1 in the order of their codes: first the positive ones, then the negative ones.
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-magnitude for magnitude in _E2M1_MAGNITUDES))
 # Names of scales that belong to activations, or to the cache of keys and values. Training computes
 # its own scales of activations.
 _NOT_OF_WEIGHTS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global)?_scale$")
@@ -115,40 +113,37 @@ class Layout:
         """
         codes, scales, *divisor = (stored[...] for stored in slices)
         codes = _unpacked_e2m1(codes) if self.is_packed else codes.float()
-        rows, columns = codes.shape
-        block_rows = min(self.block[0] or rows, rows)
-        block_columns = min(self.block[1] or columns, columns)
-        shape = (math.ceil(rows / block_rows), math.ceil(columns / block_columns))
+        grid = E2M1 if self.is_packed else E4M3
+        pairs = zip(self.block, codes.shape, strict=True)
+        block = [min(size or whole, whole) for size, whole in pairs]
+        shape = [math.ceil(whole / size) for size, whole in zip(block, codes.shape, strict=True)]
         if self.scale_dtype == torch.float8_e8m0fnu:
             scales = scales.view(self.scale_dtype)
-        if not scales.is_floating_point():
+        factors = scales.float()
+        # A scale of the weight has one element, and any number of dimensions.
+        is_fitting = scales.numel() == math.prod(shape) == 1 or list(scales.shape) == shape
+        for tensor in divisor:
+            factors = factors / tensor.max()
+            is_fitting = is_fitting and tensor.numel() == 1
+        # The weights of models are far below 448, the largest FP8 code. NaN is in no interval.
+        largest = E4M3.maximum / grid.maximum
+        is_factor = scales.is_floating_point() and ((factors >= 0) & (factors <= largest)).all()
+        if not is_fitting or not is_factor:
             raise ValueError(
-                f"{linear}: {self.parts[1]} has the dtype {scales.dtype}; expected are factors in "
-                f"{self.scale_dtype} by `quantization_config`"
+                f"{linear}: {self.parts[1]} has the shape {list(scales.shape)}, the dtype "
+                f"{scales.dtype} and factors from {factors.min():.1e} to {factors.max():.1e}; "
+                f"expected are the shape {shape} and the dtype {self.scale_dtype} by "
+                f"`quantization_config`, and factors from 0 to {largest:.0f}"
             )
-        factors = scales.float() / (divisor[0].max() if divisor else 1)
-        largest = E2M1.maximum if self.is_packed else E4M3.maximum
-        # A scale of the weight has one element, and any number of dimensions. The weights of models
-        # are far below 448, the largest FP8 code. NaN is in no interval.
-        if (
-            not (scales.shape == shape or scales.numel() == math.prod(shape) == 1)
-            or any(tensor.numel() != 1 for tensor in divisor)
-            or not ((factors >= 0) & (factors * largest <= E4M3.maximum)).all()
-        ):
-            raise ValueError(
-                f"{linear}: {self.parts[1]} has the shape {list(scales.shape)} in {scales.dtype} "
-                f"and factors from {factors.min():.1e} to {factors.max():.1e}; expected are the "
-                f"shape {list(shape)} by `quantization_config`, and factors from 0 to "
-                f"{E4M3.maximum / largest:.0f}"
-            )
-        factors = factors.reshape(shape).repeat_interleave(block_rows, 0)[:rows]
-        factors = factors.repeat_interleave(block_columns, 1)[:, :columns]
-        return Quantized(codes, factors, torch.ones(()), E2M1 if self.is_packed else E4M3)
+        factors = factors.reshape(shape)
+        for axis, (size, whole) in enumerate(zip(block, codes.shape, strict=True)):
+            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, whole)
+        return Quantized(codes, factors, torch.ones(()), grid)
 
 
 def _packed_e2m1(codes: Tensor) -> Tensor:
     """Return E2M1 codes [out, in] as bytes [out, in / 2], the first code in the lower four bits."""
-    magnitudes = torch.tensor(_E2M1_VALUES[:8], device=codes.device)
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
     bits = torch.searchsorted(magnitudes, codes.abs().contiguous()) | codes.signbit().long() << 3
     return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
 
@@ -347,18 +342,16 @@ def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredW
         for name, stored in slices.items()
         if name.endswith(suffix) and stored.get_dtype() in ("F8_E4M3", "U8")
     ]
-    names = {linear: [f"{linear}.{part}" for part in layout.parts] for linear in linears}
-    missing = [name for parts in names.values() for name in parts if name not in slices]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing, which belongs to codes")
-    if not names:
+    if not linears:
         raise ValueError(f"no {layout.parts[0]} has the codes of `quantization_config`")
-    return {
-        f"{linear}.weight": StoredWeight(
-            partial(layout.read, linear, [slices.pop(name) for name in parts])
-        )
-        for linear, parts in names.items()
-    }
+    weights = {}
+    for linear in linears:
+        names = [f"{linear}.{part}" for part in layout.parts]
+        if missing := [name for name in names if name not in slices]:
+            raise ValueError(f"{missing[0]} is missing, which belongs to codes")
+        parts = [slices.pop(name) for name in names]
+        weights[f"{linear}.weight"] = StoredWeight(partial(layout.read, linear, parts))
+    return weights
 
 
 def equal_codes(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
@@ -371,13 +364,14 @@ def equal_codes(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """
     equal = values = 0
     for name in source.keys() & weights.keys():
-        if isinstance(source[name], StoredWeight) and isinstance(weights[name], StoredWeight):
-            one, other = source[name].read(), weights[name].read()
+        stored, again = source[name], weights[name]
+        if isinstance(stored, StoredWeight) and isinstance(again, StoredWeight):
+            one, other = stored.read(), again.read()
+            codes = other.codes.to(one.codes)
             factors = (other.block_scale * other.tensor_scale).to(one.codes)
             exponents = (factors / one.block_scale).log2().round()
-            codes = other.codes.to(one.codes)
-            same = codes * factors == one.dequantize()
-            equal += int((same | (torch.ldexp(codes, exponents) == one.codes)).sum())
+            has_equal_code = torch.ldexp(codes, exponents) == one.codes
+            equal += int((has_equal_code | (codes * factors == one.dequantize())).sum())
             values += codes.numel()
     share = 100 * equal / max(values, 1)
     return f"{share:.2f} % of the codes are equal ({equal:,} of {values:,})"

@@ -56,22 +56,19 @@ def decide(
     """
     precision = active.precision
     settings = active.settings
-    head = hf.get_output_embeddings()
+    excluded = hf.get_output_embeddings() if settings.scope == "linear" else None
     first, last = active.kept_layers(len(layers))
     kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
     kept = {module for layer in kept_layers for module in layer.modules()}
-    linears = {
-        name: (module, features_of(module))
-        for name, module in hf.named_modules()
-        if isinstance(module, LINEARS)
-    }
-    stacks = {
-        f"{name}.{key}": (module, tuple(module.get_parameter(key).shape[1:]))
-        for name, module in stacked_experts(hf)
-        for key in STACKS
-    }
+    features_by_name: dict[str, tuple[nn.Module, Sequence[int]]] = {}
+    for name, module in hf.named_modules():
+        if isinstance(module, LINEARS):
+            features_by_name[name] = (module, features_of(module))
     # The reason why no expert stack is quantized. None if expert stacks can be quantized.
     no_groups = None
+    stacks = {f"{name}.{key}": module for name, module in stacked_experts(hf) for key in STACKS}
+    for name, module in stacks.items():
+        features_by_name[name] = (module, hf.get_parameter(name).shape[1:])
     if stacks and active.engine == "transformer_engine":
         if capability is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
@@ -80,18 +77,23 @@ def decide(
     multiple = precision.multiple_of
     unquantized = UNQUANTIZED[precision.compute_dtype].name
     decisions = {}
-    for name, (module, features) in (linears | stacks).items():
-        # Map each reason to a value that is true if the reason applies to the layer.
-        reasons: dict[str | None, Any] = {
-            "scope linear excludes the LM head": module is head and settings.scope == "linear",
-            "routers are not quantized": any(is_called(name, pattern) for pattern in ROUTERS),
-            "keep_bf16_layers": module in kept,
-            **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
-            **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
-            no_groups: name in stacks,
-        }
-        reason = next((reason for reason, applies in reasons.items() if applies), None)
-        decisions[name] = Decision(unquantized if reason else precision.name, reason)
+    for name, (module, features) in features_by_name.items():
+        reasons = []
+        if module is excluded:
+            reasons.append("scope linear excludes the LM head")
+        if any(is_called(name, pattern) for pattern in ROUTERS):
+            reasons.append("routers are not quantized")
+        if module in kept:
+            reasons.append("keep_bf16_layers")
+        matching = (pattern for pattern in settings.keep_bf16 if is_called(name, pattern))
+        reasons += [f"keep_bf16: {pattern}" for pattern in matching]
+        unfit = (size for size in features if size % multiple)
+        reasons += [f"{size} is not a multiple of {multiple}" for size in unfit]
+        if no_groups and name in stacks:
+            reasons.append(no_groups)
+        decisions[name] = Decision(precision.name)
+        if reasons:
+            decisions[name] = Decision(unquantized, reasons[0])
     return decisions
 
 

@@ -37,18 +37,9 @@ WEIGHT_DTYPES: dict[Weights, str] = {
 }
 
 # Map each precision's name to the precision. Tables and messages list precisions in this order.
+_QUANTIZED = [module.PRECISION for module in (delayed, current, block, mxfp8, nvfp4, mxfp4)]
 PRECISIONS: dict[str, Precision] = {
-    precision.name: precision
-    for precision in (
-        FP32,
-        BF16,
-        delayed.PRECISION,
-        current.PRECISION,
-        block.PRECISION,
-        mxfp8.PRECISION,
-        nvfp4.PRECISION,
-        mxfp4.PRECISION,
-    )
+    precision.name: precision for precision in (FP32, BF16, *_QUANTIZED)
 }
 # Map the dtype of activations to the precision of a linear layer that is not quantized.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
@@ -96,8 +87,8 @@ def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase,
             "a schedule needs two phases or more; to train in one precision, set `precision` to "
             "its name"
         )
-    *earlier, last = phases
-    if last.until is not None or any(phase.until is None for phase in earlier):
+    ends = [phase.until for phase in phases]
+    if ends[-1] is not None or None in ends[:-1]:
         raise ValueError(
             "every phase except the last needs `until`, and the last phase must not have it; add "
             "the missing `until`, or remove it from the last phase"
@@ -116,8 +107,10 @@ def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase,
 PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_check_schedule)]
 # The value of `precision`: the name of a precision, or a schedule. A list is validated as a
 # schedule, any other value as a name, so a mistake in a schedule is not reported as a wrong name.
+_Name = Annotated[PrecisionName, Tag("Name")]
+_Schedule = Annotated[PhaseList, Tag("Schedule")]
 PrecisionSetting = Annotated[
-    Annotated[PrecisionName, Tag("Name")] | Annotated[PhaseList, Tag("Schedule")],
+    _Name | _Schedule,
     Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
 ]
 
@@ -164,11 +157,11 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *earlier, (_, last_name) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in earlier), last_name])
-    # config.yaml stores a step number as a float, for example 3.0.
-    parts = [
-        f"{name} to " + (f"{100 * until:g} %" if until < 1 else f"step {int(until)}")
-        for until, name in earlier
-    ]
+    parts = []
+    for until, name in earlier:
+        # config.yaml stores a step number as a float, for example 3.0.
+        end = f"{100 * until:g} %" if until < 1 else f"step {int(until)}"
+        parts.append(f"{name} to {end}")
     return ", then ".join([*parts, last_name])
 
 
@@ -270,15 +263,6 @@ class LowPrecisionSettings(Settings):
     def options_set(self) -> dict[str, Any]:
         """Return the options that are set, as a dict of keys and values."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
-
-    def contradictions(self, precision: Precision) -> dict[str, Any]:
-        """Return the options that are set although `precision` does not accept them.
-
-        The keys of the dict are the keys of `fp8_config`.
-        """
-        return {
-            key: value for key, value in self.options_set.items() if key not in precision.options
-        }
 
     def resolved(self, precision_name: str) -> Self:
         """Return a copy of the settings with the used value of each option.
