@@ -25,6 +25,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -192,10 +193,8 @@ def convert(
     check_scope(model, layers, active)
     decisions = decide(model, layers, active)
     _require_plain(model, decisions)
-    # Attributes of the model, which are restored if the calibration fails.
-    before = {
-        module: vars(module) | {"_modules": dict(module._modules)} for module in model.modules()
-    }
+    # The modules of the model, which are restored if the calibration fails.
+    before = dict(model.named_modules())
     context = PrecisionContext(
         getattr(torch, active.precision.compute_dtype),
         make_engines([active], model.device),
@@ -217,8 +216,11 @@ def convert(
             for _ in range(REHEARSALS):
                 backward_of(model, calibrate_on)
         except BaseException:
-            for module, attributes in before.items():
-                module.__dict__ = attributes
+            # `named_modules` lists a module before its children.
+            for name, module in before.items():
+                if model.get_submodule(name) is not module:
+                    model.set_submodule(name, module)
+            del model.forward, model.precision_context
             raise
     return Conversion(decisions, context)
 
@@ -232,11 +234,13 @@ def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:
             "move it to its device first, then call `convert`"
         )
     _check_packs(model, kwargs)
-    for module in model.modules():
+    with ExitStack() as contexts:
+        contexts.enter_context(context.forward(training=model.training or torch.is_grad_enabled()))
         # Recompute layers with the scales and the quantized weights of their forward.
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = MethodType(_checkpoint, context)
-    with context.forward(training=model.training or torch.is_grad_enabled()):
+        checkpoint = MethodType(_checkpoint, context)
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                contexts.enter_context(overridden(module, _gradient_checkpointing_func=checkpoint))
         return type(model).forward(model, *args, **kwargs)
 
 
@@ -348,8 +352,10 @@ class PackedDataset(Dataset[Pack]):
             "position_ids": batch.position_ids,
             # The last label of a row is masked, so that it can move to the front.
             "labels": batch.labels.roll(1),
-            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
-            **dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen),
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": batch.max_seqlen,
+            "max_length_k": batch.max_seqlen,
             # With a cache, transformers would not separate the documents.
             "use_cache": False,
         }
@@ -446,16 +452,18 @@ def parity(
             rounded, noise = _output_and_gradients(plain, batch, torch.bfloat16)
     errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
     resolution = resolution_of(*(gradient.dtype for gradient in gradients.values()))
+    tolerated = resolution * errors.square().mean().sqrt().item()
+    norms = [gradient.float().norm() for gradient in gradients.values()]
     result = Parity(
         failures=[],
         tokens=len(errors),
         loss=output.loss.item(),
         reference_loss=exact.loss.item(),
-        loss_tolerated=resolution * errors.square().mean().sqrt().item(),
-        gradient_norm=math.hypot(*(gradient.float().norm() for gradient in gradients.values())),
+        loss_tolerated=tolerated,
+        gradient_norm=math.hypot(*norms),
         tensors=judge(distances(gradients, expected), distances(noise, expected), resolution),
     )
-    result.failures += too_far("loss", result.loss, result.reference_loss, result.loss_tolerated)
+    result.failures += too_far("loss", result.loss, result.reference_loss, tolerated)
     result.failures += worst_of(
         result.tensors, "gradients", "the model differs from plain transformers"
     )

@@ -115,11 +115,9 @@ def warning_of(
         warned.add(key)
         worst = max(above, key=lambda record: record[key])
         description, remedy = LOST_VALUES[key]
-        warnings.append(
-            f"{percent(worst[key])} of {worst['layer']}'s {worst['operand']} {description} "
-            f"({len(above)} of {len(records)} operands are above {percent(limit)}); {remedy} "
-            "loses less"
-        )
+        lost = f"{percent(worst[key])} of {worst['layer']}'s {worst['operand']} {description}"
+        number_above = f"{len(above)} of {len(records)} operands are above {percent(limit)}"
+        warnings.append(f"{lost} ({number_above}); {remedy} loses less")
     return f"step {number}: {'; '.join(warnings)}" if warnings else None
 
 
@@ -185,24 +183,20 @@ class OperandStatistics(Probe):
         The operands are in the order of their first observation. This method waits for the device
         once.
         """
-        figures = map(torch.stack, self._figures.values())
-        rows = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in figures]
-        return [
-            self._record(name, role, row)
-            for (name, role), row in zip(self._figures, torch.stack(rows).tolist(), strict=True)
-        ]
+        rows = []
+        for parts in map(torch.stack, self._figures.values()):
+            amax, sums = parts.split([1, parts.shape[1] - 1], 1)
+            rows.append(torch.cat([amax.amax(0), sums.sum(0)]))
+        operands = zip(self._figures, torch.stack(rows).tolist(), strict=True)
+        return [self._record(name, role, row) for (name, role), row in operands]
 
     def _record(self, name: str, role: Role, figures: Sequence[float]) -> dict[str, Any]:
         """Return the statistics of an operand from its `figures`, see `measure`."""
         amax, log2_scale, scaled, nonzero, underflowed, finite, saturated = figures
-        record = {
-            "layer": name,
-            "operand": role,
-            "amax": amax,
-            "scale": math.exp2(log2_scale / scaled) if scaled else None,
-            "underflow": underflowed / max(nonzero, 1),
-            "saturation": saturated / max(finite, 1),
-        }
+        scale = math.exp2(log2_scale / scaled) if scaled else None
+        record = {"layer": name, "operand": role, "amax": amax, "scale": scale}
+        record["underflow"] = underflowed / max(nonzero, 1)
+        record["saturation"] = saturated / max(finite, 1)
         counts = self._of_experts.get((name, role))
         if counts is not None:
             record["underflow_of_experts"] = [
@@ -275,16 +269,10 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     # as too large.
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     largest_held = grid.maximum + step / 2
-    figures = (
-        amax,
-        -decode.double().log2().where(is_scaled, 0).sum(),
-        is_scaled.sum(),
-        is_nonzero.sum(),
-        is_lost.sum(),
-        is_finite.sum(),
-        (is_finite & is_scaled & (magnitude > largest_held * decode)).sum(),
-    )
-    return torch.stack([figure.double() for figure in figures])
+    is_saturated = is_finite & is_scaled & (magnitude > largest_held * decode)
+    log2_scale = -decode.double().log2().where(is_scaled, 0)
+    figures = (log2_scale, is_scaled, is_nonzero, is_lost, is_finite, is_saturated)
+    return torch.stack([amax.double(), *(figure.sum().double() for figure in figures)])
 
 
 def summary(records: Sequence[Record]) -> dict[str, float]:

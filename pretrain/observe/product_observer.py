@@ -24,17 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foundation.overrides import overridden
 from pretrain.precision.observed import FP8_FORMATS, ActiveObserver, dtype_name, fp8_format
 
-# Map torch's operations to the positions of the two factors in their arguments. The first argument
-# of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
-FACTORS = {
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten.matmul), slice(0, 2)),
-    **dict.fromkeys((_aten._scaled_mm, _aten._scaled_mm_v2, _aten._int_mm), slice(0, 2)),
-    **dict.fromkeys((_aten._grouped_mm, _aten._scaled_grouped_mm), slice(0, 2)),
-    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)),
-}
-
-
+# Operations of torch that multiply.
+_PRODUCTS = (
+    *(_aten.mm, _aten.bmm, _aten.linear, _aten.matmul, _aten._grouped_mm),
+    *(_aten._int_mm, _aten._scaled_mm, _aten._scaled_mm_v2, _aten._scaled_grouped_mm),
+)
+# Operations that add a product to their first argument, which may be an FP32 sum.
+_SUMS = (_aten.addmm, _aten.addmm_, _aten.baddbmm)
+# Map operations to the positions of the two factors in their arguments.
+FACTORS = dict.fromkeys(_PRODUCTS, slice(0, 2)) | dict.fromkeys(_SUMS, slice(1, 3))
 # Operations whose third and fourth argument are the scales of the factors.
 SCALED = {_aten._scaled_mm, _aten._scaled_grouped_mm}
 # Map the transposition of the two operands of Transformer Engine's GEMM to the kind of product.

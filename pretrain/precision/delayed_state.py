@@ -149,12 +149,14 @@ class DelayedState:
         and `fp8/<module>/<direction>/scale` is [slots]. The scales change when a training forward
         ends and when its backward ends. Row 0 of a history changes with each recorded amax.
         """
-        return {
-            f"fp8/{module}/{direction}/{key}": tensor[..., number, :]
-            for direction in SLOTS
-            for number, module in enumerate(self._modules)
-            for key, tensor in self._state_of(direction)._asdict().items()
-        }
+        tensors = {}
+        for direction in SLOTS:
+            state = self._state_of(direction)
+            for number, module in enumerate(self._modules):
+                prefix = f"fp8/{module}/{direction}"
+                tensors[f"{prefix}/amax_history"] = state.amax_history[:, number]
+                tensors[f"{prefix}/scale"] = state.scale[number]
+        return tensors
 
     def forget_pass(self) -> None:
         """Reset the flags of a pass that failed, so that its backward is no longer expected."""

@@ -528,5 +528,6 @@ class LowPrecisionLinear(nn.Module):
         if self.state.low is None and self.state.context.quantizing:
             with watched(self.state.members, "forward"):
                 return F.linear(x, *in_dtype(x.dtype, weight, self.bias))
-        y = self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        y = self.state(rows, weight, self.bias).view(*x.shape[:-1], -1)
         return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)

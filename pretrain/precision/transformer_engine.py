@@ -311,10 +311,8 @@ class TransformerEngineGemm(Gemm):
         te = library()
         for operand in operands:
             # Drop the row-wise form if there is also a column-wise form, which backward reads.
-            if (
-                getattr(operand, "_columnwise_data", getattr(operand, "_transpose", None))
-                is not None
-            ):
+            transposed = getattr(operand, "_transpose", None)
+            if getattr(operand, "_columnwise_data", transposed) is not None:
                 operand.update_usage(rowwise_usage=False)
         return te.prepare_for_saving(*operands)
 
@@ -406,12 +404,13 @@ class TransformerEngine(GemmEngine):
         """Return the histories and scales. Names and shapes are as in `DelayedState.state`."""
         if not self.precision.keeps_history:
             return {}
-        return {
-            f"fp8/{name}/{direction}/{key}": getattr(gemm.linear.fp8_meta[te_direction], key)
-            for name, gemm in self.gemms.items()
-            for direction, te_direction in TE_DIRECTIONS.items()
-            for key in ("amax_history", "scale")
-        }
+        tensors = {}
+        for name, gemm in self.gemms.items():
+            for direction, te_direction in TE_DIRECTIONS.items():
+                meta = gemm.linear.fp8_meta[te_direction]
+                tensors[f"fp8/{name}/{direction}/amax_history"] = meta.amax_history
+                tensors[f"fp8/{name}/{direction}/scale"] = meta.scale
+        return tensors
 
     def reset(self) -> None:
         super().reset()
