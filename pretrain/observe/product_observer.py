@@ -184,22 +184,28 @@ def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
     torch's FP8 tensors. Without `scale`, the tensor is an operand of a grouped product of ours, in
     which all rows have the scale of the tensor.
     """
-    te = sys.modules.get("transformer_engine.pytorch")
-    if te is None or not isinstance(operand, te.QuantizedTensorStorage):
-        grid = dict(FP8_FORMATS.values()).get(operand.dtype)
-        if grid is None:
-            return dtype_name(operand.dtype)
-        # Number of values that share a scale.
-        sharing = operand.numel() // (1 if scale is None else scale.numel())
-        scaling = "row-scaled" if sharing in operand.shape else f"in blocks of {sharing}"
-        if sharing == operand.numel():
-            scaling = "tensor-scaled"
-        return f"{grid.name.lower()} {scaling}"
-    in_blocks = {
-        te.NVFP4TensorStorage: 16,
-        te.MXFP8TensorStorage: 32,
-        te.Float8BlockwiseQTensorStorage: 128,
-    }
-    size = next((size for kind, size in in_blocks.items() if isinstance(operand, kind)), None)
-    values = "e2m1" if size == 16 else fp8_format(te, operand._fp8_dtype)[1].name.lower()
-    return f"{values} in blocks of {size}" if size else f"{values} tensor-scaled"
+    te: Any = sys.modules.get("transformer_engine.pytorch")
+    if te is not None and isinstance(operand, te.QuantizedTensorStorage):
+        return _kind_in_te(te, operand)
+    grid = dict(FP8_FORMATS.values()).get(operand.dtype)
+    if grid is None:
+        return dtype_name(operand.dtype)
+    # Number of values that share a scale.
+    sharing = operand.numel() // (1 if scale is None else scale.numel())
+    scaling = "row-scaled" if sharing in operand.shape else f"in blocks of {sharing}"
+    if sharing == operand.numel():
+        scaling = "tensor-scaled"
+    return f"{grid.name.lower()} {scaling}"
+
+
+def _kind_in_te(te: Any, operand: Any) -> str:
+    """Return the kind of a quantized tensor of Transformer Engine."""
+    if isinstance(operand, te.NVFP4TensorStorage):
+        return "e2m1 in blocks of 16"
+    _, grid = fp8_format(te, operand.get_metadata()["fp8_dtype"])
+    scaling = "tensor-scaled"
+    if isinstance(operand, te.MXFP8TensorStorage):
+        scaling = "in blocks of 32"
+    elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
+        scaling = "in blocks of 128"
+    return f"{grid.name.lower()} {scaling}"

@@ -216,16 +216,6 @@ class EmulatedGemm(Gemm):
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 
 
-def _product_scale(left: Operand, right: Operand) -> Tensor | None:
-    """Return the product of the tensor scales of two operands, or None if they have no such scales.
-
-    The result is [1], because torch would cast a scalar to the output dtype of `multiply`.
-    """
-    if left.scale is None or right.scale is None:
-        return None
-    return torch.atleast_1d(left.scale * right.scale)
-
-
 def multiply(
     left: Operand, right: Operand, dtype: torch.dtype | None, bias: Tensor | None = None
 ) -> Tensor:
@@ -238,13 +228,7 @@ def multiply(
         product = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
     else:
         product = left.values @ right.values.t()
-    scale = _product_scale(left, right)
-    out = torch.empty_like(product, dtype=dtype)
-    if scale is None:
-        return out.copy_(product) if bias is None else torch.add(product, bias, out=out)
-    if bias is None:
-        return torch.mul(product, scale, out=out)
-    return torch.addcmul(bias.float(), product, scale, out=out)
+    return _scaled(product, left, right, dtype, bias)
 
 
 def multiply_grouped(
@@ -257,7 +241,24 @@ def multiply_grouped(
     """
     by_expert = grouped.by_expert(kind, right.values.float(), len(ends))
     product = F.grouped_mm(left.values.float(), by_expert, offs=ends)
-    scale = _product_scale(left, right)
-    if scale is not None:
-        product.mul_(scale)
-    return product if dtype is None else product.to(dtype)
+    return _scaled(product, left, right, dtype)
+
+
+def _scaled(
+    product: Tensor,
+    left: Operand,
+    right: Operand,
+    dtype: torch.dtype | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return `product` times the tensor scales of its operands, plus bias, rounded to `dtype`.
+
+    `product` [m, n] is FP32 and is overwritten.
+    """
+    if left.scale is None or right.scale is None:
+        result = product if bias is None else product.add_(bias)
+    elif bias is None:
+        result = product.mul_(left.scale * right.scale)
+    else:
+        result = torch.addcmul(bias.float(), product, left.scale * right.scale)
+    return result if dtype is None else result.to(dtype)

@@ -219,19 +219,19 @@ def _factor(operand: Any, bias: Tensor | None = None) -> Factor | None:
         is_supported = operand.dtype == _BF16 and operand.is_cuda
         return Factor(operand, operand.dtype, None, bias=bias) if is_supported else None
     te = sys.modules.get("transformer_engine.pytorch")
-    if te and isinstance(operand, te.Float8TensorStorage):
-        values, scale, mode = operand._data, operand._scale_inv, _TENSOR
-    elif te and isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        values, scale, mode = (
-            operand._rowwise_data,
-            operand._rowwise_scale_inv,
-            _SQUARES if operand._is_2D_scaled else _VECTORS,
-        )
-    else:
+    if not te or not isinstance(
+        operand, (te.Float8TensorStorage, te.Float8BlockwiseQTensorStorage)
+    ):
         return None
+    stored = operand.get_metadata()
+    if "data" in stored:
+        values, scale, mode = stored["data"], stored["fp8_scale_inv"], _TENSOR
+    else:
+        values, scale = stored["rowwise_data"], stored["rowwise_scale_inv"]
+        mode = _SQUARES if stored["is_2D_scaled"] else _VECTORS
     if values is None:
         return None
-    return Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode, bias)
+    return Factor(values, fp8_format(te, stored["fp8_dtype"])[0], scale, mode, bias)
 
 
 def problem_of(
@@ -253,17 +253,17 @@ def problem_of(
         return None
     m, k = a.values.shape if transposed[0] else reversed(a.values.shape)
     inner, n = b.values.shape if transposed[1] else reversed(b.values.shape)
-    if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
+    if inner != k or any(size % _MULTIPLE_OF or not size for size in (m, n, k)):
         return None
-    optional = (a.values, b.values, a.bias, residual, total)
-    tensors = [tensor for tensor in optional if tensor is not None]
-    if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
-        return None
+    for tensor in (a.values, b.values, a.bias, residual, total):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT):
+            return None
+    d_type = _BF16 if total is None else total.dtype
     return Problem(
         m,
         n,
         k,
-        (a.dtype, b.dtype, _BF16 if total is None else total.dtype),
+        (a.dtype, b.dtype, d_type),
         transposed,
         is_fp8 and fast_accumulation,
         residual is not None,
@@ -618,24 +618,13 @@ class Matmul:
         Return a cublasStatus_t. If the status is not SUCCESS, no kernel was started.
         """
         self.set_pointers(a, b)
-        layout_a, layout_b, layout_c, layout_d = self._layouts
         products = self._products
+        layout_a, layout_b, layout_c, layout_d = self._layouts
         c, beta = (d, 0.0) if added is None else (added, 1.0)
+        factors = (_FACTORS[1.0], a.values.data_ptr(), layout_a, b.values.data_ptr(), layout_b)
+        sums = (_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d)
+        workspace = (products.workspace.data_ptr(), products.workspace.numel())
+        stream = torch.cuda.current_stream().cuda_stream
         return products.library.cublasLtMatmul(
-            products.handle,
-            self._operation,
-            _FACTORS[1.0],
-            a.values.data_ptr(),
-            layout_a,
-            b.values.data_ptr(),
-            layout_b,
-            _FACTORS[beta],
-            c.data_ptr(),
-            layout_c,
-            d.data_ptr(),
-            layout_d,
-            algorithm,
-            products.workspace.data_ptr(),
-            products.workspace.numel(),
-            torch.cuda.current_stream().cuda_stream,
+            products.handle, self._operation, *factors, *sums, algorithm, *workspace, stream
         )

@@ -208,8 +208,8 @@ class TransformerEngineGemm(Gemm):
 
     @staticmethod
     def codes(operand: Any) -> Tensor:
-        has_one_scale = isinstance(operand, library().Float8TensorStorage)
-        return operand._data if has_one_scale else operand._rowwise_data
+        codes, _ = operand.get_data_tensors()
+        return codes
 
     def matmul(
         self,
@@ -294,8 +294,8 @@ class TransformerEngineGemm(Gemm):
             scale_sizes: Any = len(a) * experts, b.shape[1] * experts
         else:
             scale_sizes = len(a), (experts, b.shape[2])
-        scale_a = left._scale_inv.expand(scale_sizes[0]).contiguous()
-        scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
+        scale_a = left.get_metadata()["fp8_scale_inv"].expand(scale_sizes[0]).contiguous()
+        scale_b = right.get_metadata()["fp8_scale_inv"].expand(scale_sizes[1]).contiguous()
         # Sum in the tensor cores alone (fast accumulation), in backward too. With partial sums in
         # FP32 registers, the kernel runs out of registers for small experts and has a third of the
         # speed. Partial sums in FP32 would avoid an error that is smaller than the error of
@@ -310,10 +310,11 @@ class TransformerEngineGemm(Gemm):
     def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
-            # Drop the row-wise form if there is also a column-wise form, which backward reads.
-            transposed = getattr(operand, "_transpose", None)
-            if getattr(operand, "_columnwise_data", transposed) is not None:
-                operand.update_usage(rowwise_usage=False)
+            if isinstance(operand, te.QuantizedTensorStorage):
+                _, columnwise = operand.get_data_tensors()
+                # Drop the row-wise form if there is also a column-wise form, which backward reads.
+                if columnwise is not None:
+                    operand.update_usage(rowwise_usage=False)
         return te.prepare_for_saving(*operands)
 
     @staticmethod
@@ -341,7 +342,7 @@ def _e4m3(operand: Any, *, transposed: bool) -> Tensor:
 
     With `transposed`, return the codes of its transpose, which is stored separately.
     """
-    return (operand._transpose if transposed else operand._data).view(torch.float8_e4m3fn)
+    return operand.get_data_tensors()[transposed].view(torch.float8_e4m3fn)
 
 
 class TransformerEngine(GemmEngine):
