@@ -53,7 +53,7 @@ from pretrain.model.wrapping import convert as convert_linears
 from pretrain.observe.model_audit import Audit, Product, audit, backward_of
 from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.scope import LINEARS, Decision, check_scope, decide
+from pretrain.precision.scope import LINEARS, Decision, check_scope, decide, quantized_names
 from pretrain.precision.selection import make_engines, missing_on, select_precision
 from pretrain.precision.settings import (
     AMBIGUOUS_FP8,
@@ -117,11 +117,13 @@ class Conversion:
         self.context.go_back([state[name] for name in self.context.state()])
 
     def __repr__(self) -> str:
-        kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
-        count = len(self.decisions) - len(kept)
         engine: Any = self.context.engine
-        first = f"{count} linear layers in {self.context.current.name}, {engine.describe()}"
-        return "\n".join([first, *(f"{name} in BF16: {why}" for name, why in kept.items())])
+        count = len(quantized_names(self.decisions))
+        lines = [f"{count} linear layers in {self.context.current.name}, {engine.describe()}"]
+        for name, decision in self.decisions.items():
+            if decision.reason:
+                lines.append(f"{name} in BF16: {decision.reason}")
+        return "\n".join(lines)
 
 
 def convert(

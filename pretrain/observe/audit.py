@@ -82,7 +82,8 @@ def audit_products(
             engine = active.engine
             effective = _effective_in(active, observed)
             products = {
-                product.gemm: f"{product.left} x {product.right}" for product in _own(observed)
+                product.gemm: f"{product.left} x {product.right}"
+                for product in _with_weight(observed)
             }
         entry: Entry = {
             "name": name,
@@ -294,13 +295,13 @@ def _effective_in(active: ActivePrecision, observed: Sequence[ObservedProduct]) 
     """
     wrong = {
         f"{product.gemm} {product.left} x {product.right}"
-        for product in _own(observed)
+        for product in _with_weight(observed)
         if not is_expected(product, active)
     }
     return ", ".join([*sorted(wrong), *_not_run(observed)]) or active.name
 
 
-def _own(observed: Sequence[ObservedProduct]) -> list[ObservedProduct]:
+def _with_weight(observed: Sequence[ObservedProduct]) -> list[ObservedProduct]:
     """Return the products with the weight of a linear, without those of a Hadamard transform."""
     return [product for product in observed if product.gemm in OPERANDS]
 

@@ -21,7 +21,6 @@ from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import ALONG, NO_CONTEXT, OPERANDS, dtype_name, watched
-from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
 
@@ -125,9 +124,7 @@ class EmulationEngine(GemmEngine):
             quantized = quantize(x, scale, None)
             tensor_scale = quantized.tensor_scale if has_tensor_scale else None
             amax = absolute_maximum(x) if records_amax else None
-            if isinstance(quantized, BlockQuantized):
-                return quantized.operand_in(dtype), tensor_scale, amax
-            return quantized.operand.to(dtype), tensor_scale, amax
+            return quantized.operand_in(dtype), tensor_scale, amax
 
         # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":

@@ -150,14 +150,8 @@ def multiply(
     a, b = _factor(left, bias), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
         return None
-    problem = problem_of(
-        a,
-        b,
-        (layout[0] == "T", layout[1] == "T"),
-        residual,
-        total,
-        fast_accumulation=fast_accumulation,
-    )
+    transposed = (layout[0] == "T", layout[1] == "T")
+    problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
     if problem is None or (products := products_on(a.values.device)) is None:
         return None
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
@@ -193,17 +187,16 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
     multiplies and adds. The exception is a CPU if the operands have another dtype than `total`: the
     product is first rounded to their dtype.
     """
+    beta = 0 if overwrite else 1
     if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=0 if overwrite else 1)
+        total.addmm_(left, right, beta=beta)
     elif not total.is_cuda:
         total.copy_(left @ right if overwrite else total + left @ right)
     elif not total.is_contiguous() and total.t().is_contiguous():
         # The weight of a Conv1D. Kernels add to the transpose, which is contiguous.
         add_product_(total.t(), right.t(), left.t(), overwrite=overwrite)
     elif multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
-        torch.addmm(
-            total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total
-        )
+        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
 
 
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────

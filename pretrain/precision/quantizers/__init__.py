@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Quantized:
         values.
         """
         return self.codes * self.block_scale
+
+    def operand_in(self, dtype: dtype) -> Tensor:
+        """Return `operand` in `dtype`."""
+        return self.operand.to(dtype)
 
     def dequantize(self) -> Tensor:
         """Return the values that the quantized tensor represents, FP32, in the shape of x."""
