@@ -186,7 +186,9 @@ def refuse_common_files(settings: DataSettings) -> None:
     Copies of files are not detected.
     """
     validation = settings.validation
-    for source in (settings.sources or (settings,)) if validation else ():
+    if validation is None:
+        return
+    for source in settings.sources or (settings,):
         if _have_common_files(source, validation):
             raise InputError(
                 f"`data.validation`: {validation.source} is also used for training "

@@ -89,15 +89,13 @@ class TokenBin(Packs):
         # bounds, it is None, as is the dtype.
         dtype, self._ends = None, None
         files = [self.path]
-        # The token file may be a link. Other files are beside the link, or beside its target.
-        paths = (self.path, self.path.resolve())
         for suffix, read in ((".idx", _read_index), (".csv.gz", _read_bounds)):
-            places = [path.with_suffix(suffix) for path in paths]
-            if file := next(filter(Path.exists, places), None):
+            if file := self._beside(suffix):
                 dtype, self._ends = read(file, self.path)
                 files.append(file)
         self._tokens, self._masks, is_of_llm_c = _read_ids(self.path, dtype)
-        for file in sorted({file.resolve() for path in paths for file in _masks_of(path)}):
+        masks = {file.resolve() for path in self._paths() for file in _masks_of(path)}
+        for file in sorted(masks):
             self._masks.append(_read_mask(file, self.path, len(self._tokens)))
             files.append(file)
         self._begins = False
@@ -108,7 +106,18 @@ class TokenBin(Packs):
             self.notes = (rule_of_eos(self.path, end_token, begins=self._begins),)
         hashes = [hash_file(file, "xxh3_128") for file in files]
         content = [*hashes, self._tokens.dtype.name, length, end_token]
-        self.fingerprint = hash_of([*content, "begins"] if self._begins else content)
+        if self._begins:
+            content.append("begins")
+        self.fingerprint = hash_of(content)
+
+    def _paths(self) -> tuple[Path, Path]:
+        """Return the path of the token file and, if it is a link, the path of its target."""
+        return self.path, self.path.resolve()
+
+    def _beside(self, suffix: str) -> Path | None:
+        """Return the file with this suffix beside the token file, or None if there is none."""
+        places = [path.with_suffix(suffix) for path in self._paths()]
+        return next(filter(Path.exists, places), None)
 
     def __len__(self) -> int:
         return -(-len(self._tokens) // self.length)
@@ -120,37 +129,39 @@ class TokenBin(Packs):
         ids = np.full(self.length, self.end_token or 0, np.uint32)
         # Numbers above uint32 become -1. They would be other ids without their upper bits.
         ids[: len(tokens)] = np.minimum(tokens, np.uint32(2**32 - 1))
-        if (lowest := ids.view(np.int32).min()) < 0:
+        lowest = ids.view(np.int32).min()
+        if lowest < 0:
             raise InputError(
                 f"{self.path}: pack {index} has the negative id {lowest}, as padding and ignored "
                 "labels have; write the ids without them, or write rows of `input_ids` and "
                 "`labels` to a Parquet file and set `data.input_ids`"
             )
-        if self._ends is not None:
-            first, last = np.searchsorted(self._ends, [start, stop], "right")
-            ends = self._ends[first:last] - start
-        else:
-            # Include the neighbours of the window. No token is equal to None.
-            before = max(start - 1, 0)
-            is_eos = self._tokens[before : stop + 1] == self.end_token
-            starts = starts_of_documents(is_eos, begins=self._begins)
-            ends = np.flatnonzero(starts[start - before : stop - before])
         trained = None
         if self._masks:
             trained = np.zeros(self.length, bool)
             trained[: len(tokens)] = np.all([mask[start:stop] for mask in self._masks], axis=0)
-        bounds = np.union1d(ends, [0, len(tokens)])
+        bounds = np.union1d(self._bounds_in(start, stop), [0, len(tokens)])
         return Pack(ids, np.diff(bounds).astype(np.int32), trained)
+
+    def _bounds_in(self, start: int, stop: int) -> np.ndarray:
+        """Return the offsets at which documents end or begin in the window, relative to `start`."""
+        if self._ends is not None:
+            first, last = np.searchsorted(self._ends, [start, stop], "right")
+            return self._ends[first:last] - start
+        # Include the neighbours of the window. No token is equal to None.
+        before = max(start - 1, 0)
+        is_eos = self._tokens[before : stop + 1] == self.end_token
+        starts = starts_of_documents(is_eos, begins=self._begins)
+        return np.flatnonzero(starts[start - before : stop - before])
 
 
 def _masks_of(path: Path) -> list[Path]:
     """Return the files with masks of a token file."""
+    common_name = _PARTS.sub("", path.name)
     return [
         file
         for file in path.parent.iterdir()
-        if file.name != path.name
-        and _MASK.search(file.name)
-        and _PARTS.sub("", file.name) == _PARTS.sub("", path.name)
+        if _MASK.search(file.name) and _PARTS.sub("", file.name) == common_name and file != path
     ]
 
 
@@ -183,13 +194,10 @@ def _read_index(path: Path, token_file: Path) -> tuple[str, np.ndarray]:
         lengths = np.frombuffer(content, "<i4", sequences, 34)
         documents = np.frombuffer(content, "<i8", boundaries, 34 + 12 * sequences)
         offsets = np.append(0, np.cumsum(lengths, dtype=np.int64))
-        if (
-            magic != [b"MMIDIDX\0\0", 1]
-            or lengths.min(initial=0) < 0
-            or np.diff(documents, prepend=0).min() < 0
-            or documents[-1] != sequences
-            or offsets[-1] * np.dtype(dtype).itemsize != token_file.stat().st_size
-        ):
+        is_index = magic == [b"MMIDIDX\0\0", 1] and documents[-1] == sequences
+        is_ascending = min(lengths.min(initial=0), np.diff(documents, prepend=0).min()) >= 0
+        size = offsets[-1] * np.dtype(dtype).itemsize
+        if not (is_index and is_ascending and size == token_file.stat().st_size):
             raise ValueError(f"its format is unknown, or it does not cover {token_file.name}")
         return dtype, offsets[documents]
 
@@ -226,12 +234,8 @@ def _read_mask(path: Path, token_file: Path, count: int) -> np.ndarray:
         mask = _map(path, "<u1")
         if mask[:6].tobytes() == np.lib.format.MAGIC_PREFIX:
             mask = np.load(path, "r")
-        if (
-            mask.shape != (count,)
-            or mask.dtype.kind not in "biu"
-            or mask.min() < 0
-            or mask.max() > 1
-        ):
+        is_binary = mask.dtype.kind in "biu" and mask.min() >= 0 and mask.max() <= 1
+        if mask.shape != (count,) or not is_binary:
             raise ValueError(f"it has not one value of 0 or 1 for each of {count:,} tokens")
     return mask
 
@@ -243,8 +247,8 @@ def _read_ids(path: Path, dtype: str | None) -> tuple[np.ndarray, list[np.ndarra
     InputError if the file is damaged or truncated, or if the dtype cannot be determined.
     """
     start = np.fromfile(path, np.uint8, 28).tobytes()
-    has_header = start[:4] in _MAGIC and dtype is None
-    masks = []
+    is_of_llm_c = start[:4] in _MAGIC and dtype is None
+    masks: list[np.ndarray] = []
     with as_input_error(
         (ValueError, struct.error),
         f"{path}: the file is not a complete list of token ids",
@@ -252,32 +256,36 @@ def _read_ids(path: Path, dtype: str | None) -> tuple[np.ndarray, list[np.ndarra
     ):
         if start.startswith(np.lib.format.MAGIC_PREFIX):
             tokens = np.load(path, "r")
-        elif has_header:
+        elif is_of_llm_c:
             tokens = _map(path, _MAGIC[start[:4]], _HEADER)
         elif start.startswith(_LLMQ):
-            version, width, count, _, has_mask = struct.unpack_from("<5i", start, len(_LLMQ))
-            tokens = _map(path, "<i4", _HEADER, count)
-            bits = _map(path, "<u1", _HEADER + tokens.nbytes)
-            mask_bytes = -(-count // 8) if has_mask else 0
-            if (version, width, len(tokens), len(bits)) != (2, 4, count, mask_bytes):
-                raise ValueError("it is not of version 2 of llmq's format, or it is cut")
-            masks = [np.unpackbits(bits, count=count, bitorder="little")] if has_mask else []
+            tokens, masks = _read_llmq(path, start)
         elif dtype is None and _OTHER_FILES.match(start):
             raise ValueError(f"it begins with {start[:8]!r}, as files of another kind do")
         else:
             tokens = _map(path, dtype or _infer_dtype(path))
-        if (
-            tokens.size == 0
-            or tokens.ndim != 1
-            or tokens.dtype.kind not in "iu"
-            or _TOO_LARGE <= tokens[0] < 2**31
-            # The third number of llm.c's header is the number of tokens.
-            or (has_header and tokens.size != int.from_bytes(start[8:12], "little"))
-        ):
+        is_list = tokens.ndim == 1 and tokens.size > 0 and tokens.dtype.kind in "iu"
+        # The third number of llm.c's header is the number of tokens.
+        is_cut = is_of_llm_c and tokens.size != int.from_bytes(start[8:12], "little")
+        if not is_list or is_cut or _TOO_LARGE <= tokens[0] < 2**31:
             raise ValueError(
                 f"it has {tokens.dtype} in the shape {tokens.shape}, and begins with {start[:8]!r}"
             )
-    return tokens, masks, has_header
+    return tokens, masks, is_of_llm_c
+
+
+def _read_llmq(path: Path, start: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the memory-mapped ids of a file of llmq, and its mask if it has one.
+
+    `start` has the first bytes of the file. Raise ValueError if the file is damaged or truncated.
+    """
+    version, width, count, _, has_mask = struct.unpack_from("<5i", start, len(_LLMQ))
+    tokens = _map(path, "<i4", _HEADER, count)
+    bits = _map(path, "<u1", _HEADER + tokens.nbytes)
+    mask_bytes = -(-count // 8) if has_mask else 0
+    if (version, width, len(tokens), len(bits)) != (2, 4, count, mask_bytes):
+        raise ValueError("it is not of version 2 of llmq's format, or it is cut")
+    return tokens, [np.unpackbits(bits, count=count, bitorder="little")] if has_mask else []
 
 
 def _infer_dtype(path: Path) -> str:
