@@ -113,8 +113,8 @@ class JoinedPacks(Packs):
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Pack:
-        number = bisect_right(self._starts, checked_index(index, len(self))) - 1
-        return self.joined[number][index - self._starts[number]]
+        number, row = locate(self._starts, index)
+        return self.joined[number][row]
 
 
 def checked_index(index: int, count: int) -> int:
@@ -125,6 +125,15 @@ def checked_index(index: int, count: int) -> int:
     if not 0 <= index < count:
         raise IndexError(f"pack {index} of {count}")
     return index
+
+
+def locate(starts: Sequence[int], index: int) -> tuple[int, int]:
+    """Return the number of the part that has pack `index`, and the index of the pack in the part.
+
+    `starts` has the index of each part's first pack, and the number of all packs.
+    """
+    number = bisect_right(starts, checked_index(index, starts[-1])) - 1
+    return number, index - starts[number]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -171,6 +180,7 @@ def write_packs(
         }
         for name, text in (texts or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
+        files = [_entry(folder / name) for name in sorted(texts or ())]
         manifest = {
             "version": 1,
             "length": length,
@@ -178,7 +188,7 @@ def write_packs(
             "settings": settings,
             "statistics": statistics,
             "splits": written,
-            "files": [_entry(folder / name) for name in sorted(texts or ())],
+            "files": files,
         }
         # JSON changes the types of some values, such as paths and tuples. So compute the checksum
         # from values that were converted to JSON and back.
@@ -231,9 +241,11 @@ def _columns(packs: Sequence[Pack]) -> list[np.ndarray]:
     documents of each pack, and the position of each pack's first token, which is always 0. Packs
     with masks also have a column with the bits of the masks [packs, bytes].
     """
+    ids = np.stack([pack.input_ids for pack in packs])
+    lengths = np.concatenate([pack.lengths for pack in packs])
     columns: list[np.ndarray] = [
-        np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False),
-        np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False),
+        ids.astype(np.uint32, copy=False),
+        lengths.astype(np.int32, copy=False),
         np.array([len(pack.lengths) for pack in packs], np.int32),
         np.zeros(len(packs), np.int32),
     ]
@@ -289,10 +301,9 @@ class ArrowPacks(Packs):
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Pack:
-        number = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        number, row = locate(self._starts, index)
         # `masks` has one array with the masks of all rows, or is empty.
         ids, lengths, offsets, *masks = self._batches[number]
-        row = index - self._starts[number]
         trained = None
         if masks:
             bits = np.unpackbits(masks[0][row], count=self.length, bitorder="little")
@@ -316,13 +327,16 @@ class ArrowPacks(Packs):
         have a column with the bits of the masks [rows, bytes]. First positions are not read.
         """
         with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-            for ids, lengths, _, *masks in (batch.columns for batch in stream):
-                yield (
+            for batch in stream:
+                ids, lengths, _, *masks = batch.columns
+                columns = [
                     _view(ids.values, np.uint32).reshape(len(ids), self.length),
                     _view(lengths.values, np.int32),
                     _view(lengths.offsets, np.int32),
-                    *(_view(bits.values, np.uint8).reshape(len(bits), -1) for bits in masks),
-                )
+                ]
+                for bits in masks:
+                    columns.append(_view(bits.values, np.uint8).reshape(len(bits), -1))
+                yield tuple(columns)
 
 
 def _entry(path: Path) -> dict[str, Any]:

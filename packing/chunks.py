@@ -115,17 +115,14 @@ class Counts:
     control: int = 0
 
     def __add__(self, other: Counts) -> Counts:
+        names = ("documents", "tokens", "trained", "skipped", "empty", "control")
+        # Keep at most 30 names. Some datasets use data as names of columns, so the number of names
+        # is unbounded.
+        unread = sorted({*self.unread, *other.unread})[:30]
         return Counts(
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            self.trained + other.trained,
-            self.skipped + other.skipped,
-            self.empty + other.empty,
-            self.first_skipped or other.first_skipped,
-            # Keep at most 30 names. Some datasets use data as names of columns, so the number of
-            # names is unbounded.
-            tuple(sorted({*self.unread, *other.unread})[:30]),
-            self.control + other.control,
+            **{name: getattr(self, name) + getattr(other, name) for name in names},
+            first_skipped=self.first_skipped or other.first_skipped,
+            unread=tuple(unread),
         )
 
 
@@ -172,6 +169,7 @@ def tokenize(
     ):
         encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
+    lengths = np.array([len(ids) for ids in encoded], np.int64)
     counts += Counts(
         documents=len(encoded),
         tokens=len(tokens),
@@ -180,12 +178,7 @@ def tokenize(
         # `encoded` has more documents than there are records, no record is counted as empty.
         empty=max(0, len(documents) - len(encoded)),
     )
-    return Tokens(
-        tokens=tokens,
-        lengths=np.array([len(ids) for ids in encoded], np.int64),
-        counts=counts,
-        after=chunk.after,
-    )
+    return Tokens(tokens, lengths, counts, chunk.after)
 
 
 def read_chunk(

@@ -11,8 +11,9 @@ of numbers (see docs/data.md). It means one number if the declared size is the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
@@ -23,7 +24,7 @@ import pyarrow as pa
 from foundation.errors import InputError, as_input_error
 from foundation.files import FileRecord, check_files, hash_of
 from foundation.reading import load_object
-from packing.arrow import JoinedPacks, Pack, Packs, checked_index
+from packing.arrow import Pack, Packs, locate
 from packing.token_columns import (
     BOUNDARIES,
     MASK,
@@ -69,7 +70,7 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
         return partial(np.frombuffer, dtype=dtype)
     if name == "ndarray":
         dtype_name, _, sides = arguments.partition(":")
-        shape = tuple(int(side) for side in sides.split(",")) if sides else None
+        shape = tuple(map(int, sides.split(","))) if sides else None
         return partial(_decode_array, dtype_name, shape)
     return bytes
 
@@ -92,16 +93,8 @@ def _decode_array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -
 # ── Shards ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Shard(Packs):
-    """The packs of one shard file. Each sample is a pack.
-
-    A sample has a column `input_ids` (or `tokens`), and may have columns of
-    `packing.token_columns`. If `end_token` is not None, each token with this id ends a document, or
-    begins one (see `starts_of_documents`).
-    """
-
-    end_token: int | None = None
-    begins = False
+class Shard:
+    """The samples of one shard file."""
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """Read the shard's `entry` in index.json."""
@@ -110,21 +103,16 @@ class Shard(Packs):
         raw = entry["raw_data"]
         # `compression` may have a level, such as `zstd:7`. A shard that the user has unpacked is
         # read directly.
-        self.is_packed = (
-            str(entry.get("compression")).startswith("zstd")
-            and not (folder / raw["basename"]).exists()
-        )
+        is_compressed = str(entry.get("compression")).startswith("zstd")
+        self.is_packed = is_compressed and not (folder / raw["basename"]).exists()
         file = entry["zip_data"] if self.is_packed else raw
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.hashes: dict[str, str] = raw["hashes"]
         self.path = folder / self.record.name
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
-        # `size` is the number of bytes of every value, or None if each sample stores the size.
-        self._columns = [
-            (name, size, decoder(encoding, size))
-            for name, encoding, size in zip(*self.layout, strict=True)
-        ]
-        self.token_column = "input_ids" if "input_ids" in self.layout[0] else "tokens"
+        names, encodings, sizes = self.layout
+        # A size is the number of bytes of every value, or None if each sample stores the size.
+        self._columns = [*zip(names, sizes, map(decoder, encodings, sizes), strict=True)]
 
     @cached_property
     def content(self) -> tuple[memoryview, np.ndarray]:
@@ -161,48 +149,6 @@ class Shard(Packs):
             start = end
         return columns
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Pack:
-        sample = self.sample(checked_index(index, len(self)))
-        where = f"{self.path}, sample {index}"
-        if self.token_column not in sample:
-            raise InputError(
-                f"{where}: the sample has the columns {', '.join(sample)}, but no column "
-                "input_ids; write the tokens in a column of this name"
-            )
-        names = [name for name in sample if name in TOKEN_COLUMNS]
-        with as_input_error(
-            (ValueError,),
-            where,
-            "in MDS, write the column as ndarray:uint32, or as uint32 without a size",
-        ):
-            ids = whole_numbers(self.token_column, sample[self.token_column])
-            columns = {name: whole_numbers(name, sample[name]) for name in names}
-        if len(ids) != self.length:
-            raise InputError(
-                f"{where}: the sample has {len(ids)} tokens, but `data.length` is {self.length}; "
-                f"set data.length={len(ids)} if all samples have this length"
-            )
-        if self.end_token is not None:
-            starts = starts_of_documents(ids == self.end_token, begins=self.begins)
-            columns["document_ids"] = np.cumsum(starts)
-        with as_input_error((ValueError,), where):
-            numbers = number_documents(len(ids), columns)
-            trained = trained_tokens(ids, columns)
-        is_real = numbers >= 0
-        if not is_real[: max(1, is_real.sum())].all():
-            raise InputError(
-                f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
-                "start with a document, and have padding only at its end"
-            )
-        return Pack(
-            input_ids=ids.astype(np.uint32, copy=False),
-            lengths=np.bincount(numbers[is_real]).astype(np.int32),
-            trained=None if trained is None else trained & is_real,
-        )
-
 
 def read_index(folder: Path) -> list[Shard]:
     """Return the shards of `folder`. Raise InputError if a shard is missing or damaged."""
@@ -214,8 +160,12 @@ def read_index(folder: Path) -> list[Shard]:
     return shards
 
 
-class MDSPacks(JoinedPacks):
-    """The packs of one or several MDS folders, concatenated in the order of the folders."""
+class MDSPacks(Packs):
+    """The packs of one or several MDS folders, concatenated in the order of the folders.
+
+    Each sample is a pack. It has a column `input_ids` (or `tokens`), and may have columns of
+    `packing.token_columns`.
+    """
 
     def __init__(
         self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
@@ -224,45 +174,95 @@ class MDSPacks(JoinedPacks):
 
         If `length` is None, a pack has the length of the first sample. If no column of the first
         sample marks where documents end, each EOS token of `tokenizer` ends a document, or begins
-        one if the first sample begins with it.
+        one if the first sample begins with it (see `starts_of_documents`).
         """
-        shards = [shard for folder in folders for shard in read_index(folder)]
-        if not shards:
+        self.path = path
+        self._shards = [shard for folder in folders for shard in read_index(folder)]
+        if not self._shards:
             raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
-        super().__init__(path, shards)
-        self._shards = shards
-        first_sample = shards[0].sample(0)
-        tokens = first_sample.pop(shards[0].token_column, ())
+        self._starts = [0, *accumulate(shard.samples for shard in self._shards)]
+        sample = self._shards[0].sample(0)
+        tokens = sample.pop(_token_column(sample), ())
         self.length = length or len(tokens)
-        unread = [name for name in first_sample if name not in TOKEN_COLUMNS]
-        notes = [f"{path}: columns not read: {', '.join(unread)}"] if unread else []
         # If the attention mask does not have one value per token, it has the lengths of documents.
-        has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
-        end_token = None
-        if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
-            end_token = load_tokenizer(tokenizer).special.get("eos")
-        begins = end_token is not None and bool(np.ravel(tokens)[0] == end_token)
-        if end_token is not None:
-            notes.append(rule_of_eos(path, end_token, begins=begins))
+        has_lengths = np.size(sample.get(MASK, tokens)) != np.size(tokens)
+        # Id of the token that ends or begins a document, or None if columns mark documents.
+        self._end_token: int | None = None
+        if tokenizer and not has_lengths and sample.keys().isdisjoint(BOUNDARIES):
+            self._end_token = load_tokenizer(tokenizer).special.get("eos")
+        self._begins = False
+        notes = []
+        if unread := [name for name in sample if name not in TOKEN_COLUMNS]:
+            notes.append(f"{path}: columns not read: {', '.join(unread)}")
+        if self._end_token is not None:
+            self._begins = bool(np.ravel(tokens)[0] == self._end_token)
+            notes.append(rule_of_eos(path, self._end_token, begins=self._begins))
         self.notes = notes
-        content = [
-            [
-                shard.samples,
-                shard.layout,
-                shard.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()},
-            ]
-            for shard in shards
-        ]
-        # The fingerprint depends on how samples are divided into shards.
-        marks = [] if end_token is None else [end_token, *(["begins"] if begins else [])]
-        self.fingerprint = hash_of([*content, *marks])
-        for shard in shards:
-            shard.length = self.length
-            shard.end_token = end_token
-            shard.begins = begins
+        self.fingerprint = self._fingerprint()
         # Read a pack, so that a wrong length or dtype raises InputError at the start.
         self[0]
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint, which depends on how samples are divided into shards."""
+        content: list[Any] = []
+        for shard in self._shards:
+            hashes = shard.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()}
+            content.append([shard.samples, shard.layout, hashes])
+        if self._end_token is not None:
+            content.append(self._end_token)
+        if self._begins:
+            content.append("begins")
+        return hash_of(content)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Pack:
+        number, row = locate(self._starts, index)
+        sample = self._shards[number].sample(row)
+        where = f"{self._shards[number].path}, sample {row}"
+        token_column = _token_column(sample)
+        if token_column not in sample:
+            raise InputError(
+                f"{where}: the sample has the columns {', '.join(sample)}, but no column "
+                "input_ids; write the tokens in a column of this name"
+            )
+        with as_input_error(
+            (ValueError,),
+            where,
+            "in MDS, write the column as ndarray:uint32, or as uint32 without a size",
+        ):
+            ids = whole_numbers(token_column, sample[token_column])
+            columns = {
+                name: whole_numbers(name, sample[name]) for name in sample if name in TOKEN_COLUMNS
+            }
+        if len(ids) != self.length:
+            raise InputError(
+                f"{where}: the sample has {len(ids)} tokens, but `data.length` is {self.length}; "
+                f"set data.length={len(ids)} if all samples have this length"
+            )
+        if self._end_token is not None:
+            starts = starts_of_documents(ids == self._end_token, begins=self._begins)
+            columns["document_ids"] = np.cumsum(starts)
+        with as_input_error((ValueError,), where):
+            numbers = number_documents(len(ids), columns)
+            trained = trained_tokens(ids, columns)
+        is_real = numbers >= 0
+        if not is_real[: max(1, is_real.sum())].all():
+            raise InputError(
+                f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
+                "start with a document, and have padding only at its end"
+            )
+        if trained is not None:
+            trained &= is_real
+        lengths = np.bincount(numbers[is_real]).astype(np.int32)
+        return Pack(ids.astype(np.uint32, copy=False), lengths, trained)
 
     def verify(self) -> None:
         for shard in self._shards:
             check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
+
+
+def _token_column(sample: Mapping[str, Any]) -> str:
+    """Return the name of the column with the tokens of a sample."""
+    return "input_ids" if "input_ids" in sample else "tokens"

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -77,62 +78,62 @@ def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
     """
     paths = [folder]
     for part in parts:
-        if part == "**":
-            paths = [
-                inner for path in paths if path.is_dir() for inner in _folders_below(path, set())
-            ]
-        else:
-            paths = [
-                path / name
-                for path in paths
-                if path.is_dir()
-                for name in (os.listdir(path) if glob.has_magic(part) else [part])
-                if name == part
-                or (fnmatch(name, part) and not (name.startswith(_HIDDEN) and part[0] != "."))
-            ]
+        step = _folders_below if part == "**" else partial(_matches, part)
+        paths = [inner for path in paths if path.is_dir() for inner in step(path)]
     parents = sorted({path.parent for path in paths}, reverse=True)
     # Keep the first path to each real folder.
     kept = {*{os.path.realpath(parent): parent for parent in parents}.values()}
     # Return links to missing files too, so that they are reported when they are read.
-    return sorted(
-        path
-        for path in {*paths}
-        if path.parent in kept and (path.is_file() or (path.is_symlink() and not path.exists()))
-    )
+    files = {path for path in paths if path.is_file() or (path.is_symlink() and not path.exists())}
+    return sorted(path for path in files if path.parent in kept)
 
 
-def _folders_below(folder: Path, visited: set[str]) -> Iterator[Path]:
+def _matches(part: str, folder: Path) -> Iterator[Path]:
+    """Yield the paths in `folder` whose names match `part`. Hidden names need an exact match."""
+    for name in os.listdir(folder) if glob.has_magic(part) else [part]:
+        is_hidden = name.startswith(_HIDDEN) and not part.startswith(".")
+        if name == part or (fnmatch(name, part) and not is_hidden):
+            yield folder / name
+
+
+def _folders_below(folder: Path) -> Iterator[Path]:
     """Yield `folder` and the folders below it, without hidden folders and folders of packs.
 
-    `visited` has the real paths of folders that are not entered again.
+    A real folder is yielded once. Links are followed last, so that a folder beside links to it is
+    yielded under its own name.
     """
-    visited.add(os.path.realpath(folder))
-    yield folder
-    # Enter links last. So a folder beside links to it is yielded under its own name.
-    for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
-        if (
-            path.is_dir()
+    visited = set()
+    pending = [folder]
+    while pending:
+        folder = pending.pop()
+        real = os.path.realpath(folder)
+        if real in visited:
+            continue
+        visited.add(real)
+        yield folder
+        inner = [
+            path
+            for path in folder.iterdir()
+            if path.is_dir()
             and not path.name.startswith(_HIDDEN)
             and not os.path.exists(path / MANIFEST)
-            and os.path.realpath(path) not in visited
-        ):
-            yield from _folders_below(path, visited)
+        ]
+        pending += sorted(inner, key=lambda path: (path.is_symlink(), path), reverse=True)
 
 
 def refuse_near_name(key: str, name: str) -> None:
     """Raise InputError if a file or folder has a name similar to `name`, which must not exist.
 
-    A name is similar if it differs in case, in a few characters, or in the order of characters.
+    A name is similar if it differs in case or in a few characters.
     `key` is the setting with the value `name`. A name with a revision (`name@main`) is not checked,
     because it is a repository of the hub.
     """
     path = Path(name)
-    files = os.listdir(path.parent) if path.parent.is_dir() else []
-    names = {file.lower(): file for file in files}
-    similar = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.85) or [
-        file for file in names if sorted(file) == sorted(path.name.lower())
-    ]
-    if similar and split_revision(name)[1] is None:
+    if split_revision(name)[1] is not None or not path.parent.is_dir():
+        return
+    names = {file.lower(): file for file in os.listdir(path.parent)}
+    similar = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
+    if similar:
         hub = f" To load {name} from the Hugging Face hub, write {name}@main"
         raise InputError(
             f"{key}: {name}: no such file or folder; did you mean "
@@ -444,8 +445,9 @@ LAYOUT_KEYS = ("length", "packing", "held_out")
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return `key: before -> now` for each key whose value differs, separated by semicolons."""
-    return "; ".join(
-        f"{name}: {before.get(name)} -> {now.get(name)}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    )
+    changes = []
+    for name in dict.fromkeys([*before, *now]):
+        earlier, present = before.get(name), now.get(name)
+        if earlier != present:
+            changes.append(f"{name}: {earlier} -> {present}")
+    return "; ".join(changes)
