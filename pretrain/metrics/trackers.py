@@ -1,25 +1,31 @@
 """Log the records of a run to `metrics.jsonl` and to Accelerate's trackers.
 
 `metrics.jsonl` has one JSON object per line. It contains every step exactly once, even if the run
-was stopped and resumed several times. After a resume, W&B and trackio continue the run whose
-identifier is in `trackers.json` in the run folder. If the run was killed, the resumed run repeats
-the steps after its last checkpoint, and a tracker may still show the first values of these steps.
-A tracker that fails during the run receives no more records, and the training continues.
+was stopped and resumed several times. After a resume, W&B continues the run whose identifier is in
+`trackers.json` in the run folder. If the run was killed, the resumed run repeats the steps after
+its last checkpoint, and a tracker may still show the first values of these steps. A tracker that
+fails during the run receives no more records, and the training continues.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    get_available_trackers,
+)
 
 from foundation.errors import InputError, as_input_error
 from foundation.files import replace_file, without_links, write_json
@@ -64,12 +70,10 @@ class JsonlTracker:
             "move the file away",
         ):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-            kept = [
-                line
-                for line in lines
-                if line.endswith(b"\n") and json.loads(line)["step"] <= self.resumed_step
-            ]
+            content = self.path.read_bytes() if self.path.exists() else b""
+            lines = content.splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith(b"\n")]
+            kept = [line for line in complete if json.loads(line)["step"] <= self.resumed_step]
             if len(kept) < len(lines):
                 replace_file(self.path, b"".join(kept))
             self._file = open(  # noqa: SIM115
@@ -90,7 +94,7 @@ class JsonlTracker:
         except OSError as error:
             # `close` raises the error again, because it flushes the buffer. The next start removes
             # the incomplete line.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._file.close()
             raise InputError(
                 f"{self.path}: cannot be written: {error.strerror}; checkpoints are not affected. "
@@ -125,17 +129,15 @@ class Trackers:
         Raises InputError if a tracker does not start.
         """
         self.file.start()
-        names = [name for name in dict.fromkeys(self._log.trackers) if name != "jsonl"]
-        if not names:
-            return
-        run_id = self._run_id()
         scalars = {
             key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
             for key, value in flatten(config).items()
         }
-        for name in names:
+        for name in dict.fromkeys(self._log.trackers):
+            if name == "jsonl":
+                continue
             try:
-                self.services[name] = self._make(name, run_id)
+                self.services[name] = self._make(name)
                 self.services[name].start()
                 self.services[name].store_init_configuration(scalars)
             except Exception as error:  # every tracker has its own exception classes
@@ -144,8 +146,26 @@ class Trackers:
                     f"problem, or remove {name} from the list"
                 ) from None
 
+    def _make(self, name: str) -> GeneralTracker:
+        """Create and return the tracker `name`."""
+        if name == "tensorboard":
+            # TensorBoard hides steps that were logged after the checkpoint of a resumed run.
+            resumed_step = self.file.resumed_step
+            purge_step = resumed_step + 1 if resumed_step else None
+            return TensorBoardTracker(name, self._run_dir, purge_step=purge_step)
+        if name == "wandb":
+            options = {"dir": str(self._run_dir), "name": self._run_dir.name}
+            # In a W&B sweep, the sweep's agent has set the identifier of the run.
+            if not {"WANDB_SWEEP_ID", "WANDB_RUN_ID"} & os.environ.keys():
+                options |= {"id": self._run_id(), "resume": "allow"}
+            return WandBTracker(self._log.project, **options)
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        if tracker_class.requires_logging_directory:
+            return tracker_class(self._log.project, self._run_dir)
+        return tracker_class(self._log.project)
+
     def _run_id(self) -> str:
-        """Return the identifier of this run in trackers. A resumed run keeps its identifier.
+        """Return the identifier of this run in W&B. A resumed run keeps its identifier.
 
         The identifier is stored in `trackers.json`.
         """
@@ -153,31 +173,6 @@ class Trackers:
         if not (self.file.resumed_step and path.exists()):
             write_json(path, {"run": secrets.token_hex(4)})
         return json.loads(path.read_bytes())["run"]
-
-    def _make(self, name: str, run_id: str) -> GeneralTracker:
-        """Create and return the tracker `name`.
-
-        If the run is resumed, the trackers of W&B and trackio add to the curves that the run has
-        logged before. They find these curves by `run_id`.
-        """
-        tracker_class = LOGGER_TYPE_TO_CLASS[name]
-        title = self._run_dir.name
-        resumed_step = self.file.resumed_step
-        # In a W&B sweep, the sweep's agent has set the identifier of the run.
-        is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
-        resumes = {} if is_in_sweep else {"id": run_id, "resume": "allow"}
-        options: dict[str, dict[str, Any]] = {
-            # For a resumed run, TensorBoard hides steps that were logged after the checkpoint.
-            "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
-            "wandb": {"dir": str(self._run_dir), "name": title, **resumes},
-            # trackio resumes the run that has this name.
-            "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
-            "mlflow": {"run_name": title},
-        }
-        # TensorBoard writes its files to a folder with the name of the project.
-        project = name if name == "tensorboard" else self._log.project
-        folder = [self._run_dir] if tracker_class.requires_logging_directory else []
-        return tracker_class(project, *folder, **options.get(name, {}))
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log a step or an event to `metrics.jsonl` and to the trackers.
@@ -187,31 +182,33 @@ class Trackers:
         text of a sample begins with its prompt. Trackers do not receive other events.
         """
         self.file.log(record)
-        texts = {
-            f"samples/{index}": f"{sample['prompt']}{sample['text']}"
-            for index, sample in enumerate(record.get("samples", ()))
-        }
-        numbers = {
-            key: value
-            for key, value in record.items()
-            if type(value) in (int, float) and key != "step"
-        }
-        numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
-        # The names are copied into a list, because `_call` removes a tracker that fails.
-        for name in list(self.services):
-            # The record of a step has no key "event".
-            if record.get("event", "step") in ("step", "evaluation"):
-                self._call(name, "log", numbers, step=record["step"])
-            elif texts and name in ("wandb", "tensorboard"):
-                self._call(name, "log", texts, step=record["step"])
+        event = record.get("event")
+        if event in (None, "evaluation"):  # the record of a step has no key "event"
+            numbers = {
+                key: value
+                for key, value in record.items()
+                if type(value) in (int, float) and key != "step"
+            }
+            numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
+            self._send(self.services, numbers, record["step"])
+        elif event == "samples":
+            texts = {
+                f"samples/{index}": f"{sample['prompt']}{sample['text']}"
+                for index, sample in enumerate(record["samples"])
+            }
+            self._send({"wandb", "tensorboard"} & self.services.keys(), texts, record["step"])
 
-    def _call(self, name: str, method: str, *arguments: Any, **options: Any) -> None:
-        """Call `method` of the tracker `name` with the given arguments.
+    def _send(self, names: Iterable[str], values: Mapping[str, Any], step: int) -> None:
+        """Log values to the trackers `names`."""
+        for name in list(names):
+            with self._removing_failed(name):
+                self.services[name].log(values, step=step)
 
-        If the call fails, log a warning and remove the tracker from `services`.
-        """
+    @contextmanager
+    def _removing_failed(self, name: str) -> Iterator[None]:
+        """Context manager that logs an exception as a warning, and then removes the tracker."""
         try:
-            getattr(self.services[name], method)(*arguments, **options)
+            yield
         except Exception as error:  # every tracker has its own exception classes
             del self.services[name]
             logging.getLogger(__name__).warning(
@@ -226,7 +223,8 @@ class Trackers:
         self.file.finish()
         self.statistics.finish()
         for name in list(self.services):
-            self._call(name, "finish")
+            with self._removing_failed(name):
+                self.services[name].finish()
 
 
 def check_trackers(log: LogSettings) -> None:
