@@ -55,9 +55,7 @@ def _run(arguments: list[str]) -> int | None:
 
 def usage() -> str:
     """Return the help text of the program, with one line for each command."""
-    lines = [
-        f"  {name:<10} {command.description.splitlines()[0]}" for name, command in COMMANDS.items()
-    ]
+    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: python -m pretrain COMMAND ...",

@@ -15,7 +15,7 @@ from lab.compare.fairness import (
     same_held_out,
     why_not_paired,
 )
-from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, at_the_end
+from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, end_begins
 from pretrain.settings.config import RECORDS, settings_without
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
@@ -101,7 +101,7 @@ class ComparedRun:
         if self.is_baseline or self.not_paired:
             return None
         steps, differences = loss_differences(self.base, self.run)
-        return float(differences[at_the_end(steps)].mean())
+        return float(differences[steps >= end_begins(steps[-1])].mean())
 
     @property
     def speedup(self) -> float | None:

@@ -1,6 +1,6 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-`WHICH` in `pretrain.settings.commands` describes the method and the result. The command runs two
+`pretrain.settings.commands` describes the method and the result. The command runs two
 matrices: first the trials, whose speeds determine the length of the runs, and then the rounds. The
 protocol is written between them. After each round, `verdicts` judges the candidates.
 

@@ -32,7 +32,7 @@ from pretrain.precision.settings import label
 # Number of steps at the start of a run that are excluded from medians. In these steps, the run
 # compiles, allocates and autotunes.
 WARM_UP_STEPS = 2
-# Share of a run's steps that form the end of the run (`at_the_end`). The loss at the end is a mean
+# Share of a run's steps that form the end of the run (`end_begins`). The loss at the end is a mean
 # over these steps, because the loss of a single step is mostly noise (standard deviation 0.13 in
 # the reference runs).
 LAST_SHARE = 0.2
@@ -75,19 +75,15 @@ def kind(record: Record) -> str:
     return record.get("event", "step")
 
 
-def at_the_end(steps: np.ndarray) -> np.ndarray:
-    """Return a boolean mask of the steps that belong to the end of a run.
+def end_begins(last_step: int) -> int:
+    """Return the first step of the end of a run. Summaries, tables and plots use this definition.
 
-    `steps` contains the step numbers of the run in ascending order. With N as the last step number,
-    the end consists of the last N / 5 step numbers, rounded up, or of the last FEWEST_STEPS if that
-    is more. A branch has only the steps after its starting checkpoint. But its step numbers
-    continue the numbers of the earlier run, so its end has the same length as the end of a run that
-    is not a branch.
-
-    Summaries, tables and plots use this definition.
+    With N as the last step number, the end consists of the last N / 5 step numbers, rounded up, or
+    of the last FEWEST_STEPS if that is more. A branch has only the steps after its starting
+    checkpoint. But its step numbers continue the numbers of the earlier run, so its end has the
+    same length as the end of a run that is not a branch.
     """
-    length = max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
-    return steps > steps[-1] - length
+    return last_step + 1 - max(math.ceil(last_step * LAST_SHARE), FEWEST_STEPS)
 
 
 def as_text(value: Any, key: str = "") -> str:
@@ -113,13 +109,16 @@ def observed_layers(products: Iterable[Mapping[str, Any]]) -> list[str]:
     There is a line for each combination of effective precision, engine, weight dtype and reason.
     For example: "1 in bf16 on torch, weights float32 (scope linear excludes the LM head)".
     """
-    keys = ("effective", "backend", "stored", "reason")
-    kinds = Counter(tuple(product[key] for key in keys) for product in products)
-    return [
-        f"{number} in {effective} on {engine.replace('_', ' ')}, weights {stored}"
-        + (f" ({reason})" if reason else "")
-        for (effective, engine, stored, reason), number in kinds.most_common()
-    ]
+    kinds = Counter(
+        (product["effective"], product["backend"], product["stored"], product["reason"])
+        for product in products
+    )
+    lines = []
+    for (effective, engine, stored, reason), number in kinds.most_common():
+        because = f" ({reason})" if reason else ""
+        engine_name = engine.replace("_", " ")
+        lines.append(f"{number} in {effective} on {engine_name}, weights {stored}{because}")
+    return lines
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -280,11 +279,9 @@ class RunRecord:
     @property
     def devices(self) -> tuple[int, str]:
         """Return the number of devices and their name, such as (2, "NVIDIA H200") or (1, "CPU")."""
-        launch = self.environment.get("accelerate") or {}
-        device = launch.get("device")
-        gpus = [] if device == "cpu" else self.environment.get("gpus") or []
-        name = " and ".join(dict.fromkeys(gpus)) or str(device or "cpu").upper()
-        return launch.get("processes") or len(gpus) or 1, name
+        launch = self.environment.get("accelerate", {})
+        gpus = [] if launch.get("device", "cpu") == "cpu" else self.environment["gpus"]
+        return launch.get("processes", 1), " and ".join(dict.fromkeys(gpus)) or "CPU"
 
     @property
     def tokens_per_step(self) -> int:
@@ -438,7 +435,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 # ── Summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(records: Iterable[Record]) -> dict[str, Any]:
+def summary(records: Sequence[Record]) -> dict[str, Any]:
     """Return the content of `summary.json`, computed from the lines of metrics.jsonl.
 
     Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
@@ -448,41 +445,36 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     are absent, for example the held-out loss of a run without an evaluation, and the MFU on a
     device whose peak is unknown.
     """
-    records = list(records)
     steps = [record for record in records if kind(record) == "step"]
     last = steps[-1]
     steady = steps[WARM_UP_STEPS:] or steps
-    end = list(itertools.compress(steps, at_the_end(np.array([step["step"] for step in steps]))))
-    evaluations = list(evaluations_of_training(records))
-    evaluation = evaluations[-1] if evaluations else {}
-    milliseconds = sum(_finite(steady, "step_ms"))
-    halts = [record["reason"] for record in records if kind(record) == "halted"]
+    first_of_end = end_begins(last["step"])
+    end = [step for step in steps if step["step"] >= first_of_end]
     figures = {
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last.get("epoch"),
         "hours": sum(_finite(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
-        LOSS_KEY: _statistic(statistics.fmean, end, "loss"),
-        END_KEY: len(end),
-        "held_out_loss": evaluation.get("held_out_loss"),
-        "held_out_perplexity": evaluation.get("held_out_perplexity"),
-        "served_loss": next(
-            (
-                record["served_loss"]
-                for record in reversed(records)
-                if kind(record) == "served" and record["step"] == last["step"]
-            ),
-            None,
-        ),
-        **{key: _statistic(statistics.median, steady, key) for key in MEDIANS},
-        "data_wait_share": sum(_finite(steady, "data_wait_ms")) / (milliseconds or math.inf),
-        "memory_gib": _statistic(max, steps, "memory_gib"),
-        "recompiles": sum(_finite(steps, "recompiles")),
-        "skipped_steps": sum(bool(step.get("skipped")) for step in steps),
-        "rollbacks": _statistic(max, records, "rollbacks"),
-        "halted": halts[0] if halts else last.get("halted"),
     }
+    figures[LOSS_KEY] = _statistic(statistics.fmean, end, "loss")
+    figures[END_KEY] = len(end)
+    for evaluation in evaluations_of_training(records):
+        figures["held_out_loss"] = evaluation["held_out_loss"]
+        figures["held_out_perplexity"] = evaluation.get("held_out_perplexity")
+    for record in records:
+        if kind(record) == "served" and record["step"] == last["step"]:
+            figures["served_loss"] = record["served_loss"]
+    for key in MEDIANS:
+        figures[key] = _statistic(statistics.median, steady, key)
+    milliseconds = sum(_finite(steady, "step_ms")) or math.inf
+    figures["data_wait_share"] = sum(_finite(steady, "data_wait_ms")) / milliseconds
+    figures["memory_gib"] = _statistic(max, steps, "memory_gib")
+    figures["recompiles"] = sum(_finite(steps, "recompiles"))
+    figures["skipped_steps"] = sum(bool(step.get("skipped")) for step in steps)
+    figures["rollbacks"] = _statistic(max, records, "rollbacks")
+    halts = [record["reason"] for record in records if kind(record) == "halted"]
+    figures["halted"] = halts[0] if halts else last.get("halted")
     return {key: value for key, value in figures.items() if value is not None}
 
 
@@ -513,27 +505,26 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
     A value that is not known has no row.
     """
     figures = run.summary
+    steps = plural(figures["steps"], "step")
+    tokens = count(figures["tokens"])
+    hours = duration(figures["hours"] * 3600)
     first_step = run.steps[0]["step"]
     # In a branch, the first step is not 1. An earlier run has trained the steps before it.
     branch = f"; this run from step {first_step:,} on," if first_step > 1 else ""
-    rows = {
-        "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens{branch} "
-        f"in {duration(figures['hours'] * 3600)}"
-    }
+    rows = {"trained": f"{steps}, {tokens} tokens{branch} in {hours}"}
     if LOSS_KEY in figures:
         rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, {run.averaged_steps})"
     if "held_out_loss" in figures:
-        rows["held-out loss"] = (
-            f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
-        )
-    mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
-    rows["speed"] = (
-        f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), "
-        f"{percent(figures['data_wait_share'])} of the time waiting for data"
-    )
-    rows["memory"] = memory(figures["memory_gib"]) + (
-        " (whole process)" if run.devices[1] == "CPU" else " (peak of tensors on a GPU)"
-    )
+        perplexity = f"perplexity {figures['held_out_perplexity']:.4g}"
+        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} ({perplexity})"
+    speed = f"{count(figures['tokens_per_second'])} tokens/s"
+    if "mfu_bf16_peak" in figures:
+        speed += f", {percent(figures['mfu_bf16_peak'])} MFU"
+    waited = percent(figures["data_wait_share"])
+    rows["speed"] = f"{speed} (median), {waited} of the time waiting for data"
+    _, device = run.devices
+    of = "whole process" if device == "CPU" else "peak of tensors on a GPU"
+    rows["memory"] = f"{memory(figures['memory_gib'])} ({of})"
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
     rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
