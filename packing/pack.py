@@ -1,9 +1,9 @@
-"""Lay out tokenised documents in packs, and write the packs of each split.
+"""Lay out tokenised documents in packs, and fill the packs of each split.
 
-`truncate` and `best_fit` compute a `Layout` from the lengths of the documents alone. `materialise`
-copies the tokens of any range of packs. So a corpus that is larger than memory can be packed in
-several ranges. A layout needs about 110 bytes of memory for each piece of a document. `Arranged`
-divides the documents into splits.
+`truncate` and `best_fit` compute a `Layout` from the lengths of the documents alone. `fill_pack`
+copies the tokens of one pack. So a corpus that is larger than memory can be packed. A layout needs
+about 110 bytes of memory for each piece of a document. `Arranged` divides the documents into
+splits.
 
 The order of packs in the files is not the order of training, which `packing.order` computes for
 each epoch.
@@ -103,46 +103,35 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     return _layout(length, (document, start, stop), pack)
 
 
-def materialise(
+def fill_pack(
     layout: Layout,
-    first: int,
-    last: int,
+    number: int,
     tokens: np.ndarray,
     starts: np.ndarray,
-    fill_id: int,
+    padding: int,
     *,
     masked: bool = False,
-) -> list[Pack]:
-    """Fill packs `first` to `last` - 1 of the layout with tokens, and return them.
+) -> Pack:
+    """Fill pack `number` of the layout with tokens, and return it.
 
     `tokens` is a flat integer array with the tokens of all documents. It may be memory-mapped.
-    `starts` [documents] int64 has the index in `tokens` of each document's first token. The
-    documents have the order of `lengths` in `truncate` and `best_fit`. `fill_id` is the token id of
-    padding.
+    `starts` has the index of each document's first token in `tokens`, [documents] int64. The
+    documents have the order of `lengths` in `truncate` and `best_fit`. `padding` fills the rest.
 
-    With `masked`, tokens without a loss have the bit `UNTRAINED` in `tokens`. The packs have a mask
-    (`Pack.trained`) instead of this bit. The function needs about 17 bytes of memory per token.
+    With `masked`, tokens without a loss have the bit `UNTRAINED` in `tokens`, and so has `padding`.
+    The pack has a mask (`Pack.trained`) instead of this bit.
     """
-    pieces = slice(layout.offsets[first], layout.offsets[last])
-    sizes = layout.stop[pieces] - layout.start[pieces]
-    ends = np.cumsum(sizes)
-    source = starts[layout.document[pieces]] + layout.start[pieces]
-    # Index in `tokens` of each token of these packs, so that one gather copies all of them.
-    index = np.repeat(source - (ends - sizes), sizes)
-    index += np.arange(len(index))
-    offsets = layout.offsets[first : last + 1] - layout.offsets[first]
-    filled = np.diff(np.concatenate([[0], ends])[offsets])
-
-    ids = np.take(tokens, index)
-    shape = (last - first, layout.length)
-    padding = fill_id | int(UNTRAINED) if masked else fill_id
-    rows = np.full(shape, padding, np.uint32)
-    rows[np.arange(layout.length) < filled[:, None]] = ids
-    lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
-    return [
-        Pack(row & ~UNTRAINED, row_lengths, row < UNTRAINED) if masked else Pack(row, row_lengths)
-        for row, row_lengths in zip(rows, lengths, strict=True)
-    ]
+    pieces = slice(layout.offsets[number], layout.offsets[number + 1])
+    begins = starts[layout.document[pieces]]
+    firsts = begins + layout.start[pieces]
+    ends = begins + layout.stop[pieces]
+    row = np.full(layout.length, padding, np.uint32)
+    filled = 0
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        row[filled : filled + end - first] = tokens[first:end]
+        filled += end - first
+    lengths = (ends - firsts).astype(np.int32)
+    return Pack(row & ~UNTRAINED, lengths, row < UNTRAINED) if masked else Pack(row, lengths)
 
 
 def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray) -> Layout:
@@ -152,14 +141,9 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray) -> La
     """
     by_pack = np.argsort(pack, kind="stable")
     document, start, stop = (column[by_pack] for column in pieces)
-    return Layout(
-        length=length,
-        document=document,
-        start=start,
-        stop=stop,
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(pack))]),
-        cut_documents=len(np.unique(document[start > 0])),
-    )
+    offsets = np.append(0, np.cumsum(np.bincount(pack)))
+    cut_documents = len(np.unique(document[start > 0]))
+    return Layout(length, document, start, stop, offsets, cut_documents)
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -248,62 +232,66 @@ class Arranged:
         has_untrained = tokens.counts.trained < tokens.counts.tokens
         self.masked = settings.messages is not None or has_untrained
         lengths = tokens.lengths
+        # Indices of each split's documents, in the order of packing.
+        self._documents: dict[Split, np.ndarray]
         if text_files and len(lengths) == 1 and settings.held_out:
             tail = max(1, round(int(lengths[0]) * settings.held_out))
             lengths = np.array([lengths[0] - tail, tail])
-            documents: dict[Split, np.ndarray] = {
-                "train": np.array([0]),
-                "held_out": np.array([1]),
-            }
+            self._documents = {"train": np.array([0]), "held_out": np.array([1])}
         else:
-            documents = split_documents(tokens, settings)
-        # Indices of each split's documents, in the order of packing.
-        self._documents = documents
+            self._documents = split_documents(tokens, settings)
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
-        lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing or "truncate"]
+        lay_out = best_fit if settings.packing == "best_fit" else truncate
         self.layouts = {
-            split: lay_out(lengths[order], settings.length) for split, order in documents.items()
+            split: lay_out(lengths[order], settings.length)
+            for split, order in self._documents.items()
         }
 
     def bytes(self) -> int:
         """Return the size of the packs on the disk in bytes, with an error of less than 0.1 %."""
         length = self.settings.length
         mask_bytes = -(-length // 8) if self.masked else 0
-        pack_bytes = 4 * (length + 2) + mask_bytes
-        return sum(
-            len(layout) * pack_bytes + 4 * len(layout.document) for layout in self.layouts.values()
-        )
+        packs = sum(map(len, self.layouts.values()))
+        pieces = sum(len(layout.document) for layout in self.layouts.values())
+        return packs * (4 * (length + 2) + mask_bytes) + 4 * pieces
 
     def packs(self, split: Split, padding: int) -> Iterator[list[Pack]]:
         """Yield the packs of `split`, many at once. `padding` is the id that fills short packs."""
         layout = self.layouts[split]
         starts = self._starts[self._documents[split]]
+        # A slice of an array is created faster than one of a memory map.
+        tokens = np.asarray(self.tokens.tokens)
+        if self.masked:
+            padding |= int(UNTRAINED)
         step = max(1, _PACKS_TOKENS // self.settings.length)
         for first in range(0, len(layout), step):
-            last = min(first + step, len(layout))
-            yield materialise(
-                layout, first, last, self.tokens.tokens, starts, padding, masked=self.masked
-            )
+            yield [
+                fill_pack(layout, number, tokens, starts, padding, masked=self.masked)
+                for number in range(first, min(first + step, len(layout)))
+            ]
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of all splits, for the manifest."""
         counts = self.tokens.counts
         packs = sum(map(len, self.layouts.values()))
+        lengths = self.tokens.lengths
         statistics = {
             "documents": counts.documents,
             "tokens": counts.tokens,
             "packs": packs,
             "fill": round(counts.tokens / (packs * self.settings.length), 4),
             "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
+        }
+        statistics |= {
             "skipped_lines": counts.skipped,
             "first_skipped": counts.first_skipped,
             "empty_documents": counts.empty,
-            "median_document": int(np.median(self.tokens.lengths)),
-            "longest_document": int(self.tokens.lengths.max()),
-            "columns_not_read": ", ".join(counts.unread),
-            "control_tokens": counts.control,
+            "median_document": int(np.median(lengths)),
+            "longest_document": int(lengths.max()),
         }
+        statistics["columns_not_read"] = ", ".join(counts.unread)
+        statistics["control_tokens"] = counts.control
         if self.masked:
             statistics["trained_tokens"] = counts.trained
         return statistics
@@ -323,12 +311,11 @@ def split_documents(tokens: Tokens, settings: DataSettings) -> dict[Split, np.nd
     if not settings.held_out:
         return {"train": shuffled}
     last = max(1, round(count * settings.held_out)) - 1
-    ends = np.cumsum(tokens.lengths).tolist()
+    ends = [0, *np.cumsum(tokens.lengths).tolist()]
     ids = tokens.tokens.data
-    document_hashes = (
-        xxh3_64_intdigest(ids[start:end], SEED) for start, end in pairwise([0, *ends])
+    hashes = np.array(
+        [xxh3_64_intdigest(ids[start:end], SEED) for start, end in pairwise(ends)], np.uint64
     )
-    hashes = np.fromiter(document_hashes, np.uint64, count)
     is_held_out = (hashes <= np.partition(hashes, last)[last])[shuffled]
     if is_held_out.all():
         raise InputError(

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packing.arrow import Pack
-from packing.pack import Layout, best_fit, materialise, truncate
+from packing.pack import Layout, best_fit, fill_pack, truncate
 
 FILL = 999_999_999
 Strategy = Callable[[np.ndarray, int], Layout]
@@ -38,7 +38,7 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
 
 def all_packs(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
     """Return all packs of a layout."""
-    return materialise(layout, 0, len(layout), flat, starts, FILL)
+    return [fill_pack(layout, number, flat, starts, FILL) for number in range(len(layout))]
 
 
 def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
