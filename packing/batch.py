@@ -108,32 +108,31 @@ def build_microbatch(
 
     input_ids = np.concatenate([pack.input_ids for pack in packs], dtype=np.int64)
     position_ids = np.arange(total) - np.repeat(ends - sizes, sizes)
-    labels = np.empty(total, dtype=np.int64)
-    labels[:-1] = input_ids[1:]
-    labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for row, pack in zip(labels.reshape(-1, length), packs, strict=True):
-        if pack.trained is not None:
-            row[:-1][~pack.trained[1:]] = IGNORE
-        # The token before padding has no label either, because it would have to predict padding.
-        if padding := length - int(pack.lengths.sum()):
-            row[-min(padding + 1, length) :] = IGNORE
+    # The first token of a pack is not a label, so the last token of the pack before it has none.
+    is_label = np.concatenate([find_labels(pack, mask_boundaries) for pack in packs])
+    labels = np.append(np.where(is_label, input_ids, IGNORE)[1:], IGNORE)
 
     count = max(len(ends), documents) + 1
     offsets = np.full(count + -count % OFFSETS_MULTIPLE, total, dtype=np.int32)
-    offsets[: len(ends) + 1] = [0, *ends]
+    offsets[: len(ends) + 1] = np.append(0, ends)
     return Microbatch(
         input_ids=_tensor(input_ids[None], pin_memory),
         position_ids=_tensor(position_ids[None], pin_memory),
         labels=_tensor(labels[None], pin_memory),
         cu_seqlens=_tensor(offsets, pin_memory),
         max_seqlen=length,
-        valid_tokens=int(np.count_nonzero(labels != IGNORE)),
+        valid_tokens=int(np.count_nonzero(is_label)),
     )
 
 
 def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if pin_memory else tensor
+
+
+def blank_pack(length: int) -> Pack:
+    """Return a pack without documents."""
+    return Pack(np.zeros(length, np.uint32), np.zeros(0, np.int32))
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:
@@ -145,22 +144,24 @@ def sum_of_squares(lengths: np.ndarray) -> int:
     return int(lengths @ lengths)
 
 
-def count_valid_tokens(
-    lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool
-) -> int:
-    """Return the number of labels of one pack that are not IGNORE.
+def find_labels(pack: Pack, mask_boundaries: bool) -> np.ndarray:
+    """Return the tokens of a pack that are labels, [length] bool.
 
-    `lengths` are the lengths of the pack's documents. `trained` is the mask `Pack.trained`: True
-    for tokens with a loss, or None if all tokens have a loss. Every token with a loss is a label,
-    except the first token of each document (with `mask_boundaries`), or the first token of the pack
-    (without `mask_boundaries`).
+    Every token with a loss (`Pack.trained`) is a label, except padding and the first token of the
+    pack. With `mask_boundaries`, the first token of each document is not a label either.
     """
-    tokens = int(lengths.sum())
-    excluded_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
-    if trained is None:
-        return tokens - excluded_count
-    excluded = (np.cumsum(lengths) - lengths)[:excluded_count]
-    return int(np.count_nonzero(trained[:tokens]) - np.count_nonzero(trained[excluded]))
+    is_label = np.arange(len(pack.input_ids)) < pack.lengths.sum()
+    if pack.trained is not None:
+        is_label &= pack.trained
+    if mask_boundaries:
+        is_label[np.cumsum(pack.lengths[:-1])] = False
+    is_label[0] = False
+    return is_label
+
+
+def count_valid_tokens(pack: Pack, mask_boundaries: bool) -> int:
+    """Return the number of labels of one pack that are not IGNORE."""
+    return int(np.count_nonzero(find_labels(pack, mask_boundaries)))
 
 
 class Prefetch(AbstractContextManager, Iterator[T]):
@@ -265,8 +266,7 @@ class Batching:
         `documents` is described at `build_microbatch`.
         """
         chosen = [read_pack(packs, index, self.vocab_size) for index in indices]
-        blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
-        chosen += [blank] * (self.microbatch - len(chosen))
+        chosen += [blank_pack(packs.length)] * (self.microbatch - len(chosen))
         return build_microbatch(
             chosen,
             mask_boundaries=self.mask_boundaries,
@@ -311,29 +311,25 @@ class BatchStream(Batching):
         places = range(place, place + self.packs_per_step)
         indices = self.order.packs_at(places).tolist()
         packs = [self.packs[index] for index in indices]
-        squares = [sum_of_squares(pack.lengths) for pack in packs]
-        microbatches = -(-len(indices) // (self.world_size * self.microbatch))
-        blanks = self.world_size * microbatches * self.microbatch - len(indices)
+        microbatches = -(-len(packs) // (self.world_size * self.microbatch))
+        blanks = self.world_size * microbatches * self.microbatch - len(packs)
+        packs += [blank_pack(self.packs.length)] * blanks
         # Blank packs have no cost. So `spread` assigns them last, and to the cheapest microbatches.
         # A microbatch that has only blank packs is the last microbatch of its rank.
-        assigned = spread([*squares, *[0] * blanks], self.world_size, microbatches)
-        # The ranks can only replay the same CUDA graph if `cu_seqlens` has the same length in the
-        # microbatches that they compute together. The padding of a blank pack is a document.
-        documents = [*(len(sizes_of(pack)) for pack in packs), *[1] * blanks]
-        most_documents = [
-            max(sum(documents[i] for i in members) for members in together)
-            for together in zip(*assigned, strict=True)
-        ]
+        squares = [sum_of_squares(pack.lengths) for pack in packs]
+        assigned = spread(squares, self.world_size, microbatches)
+        documents = [len(sizes_of(pack)) for pack in packs]
+        built = []
+        for number, members in enumerate(assigned[self.rank]):
+            # The ranks can only replay the same CUDA graph if `cu_seqlens` has the same length in
+            # the microbatches that they compute together.
+            most = max(sum(documents[i] for i in rank[number]) for rank in assigned)
+            own_indices = [indices[i] for i in members if i < len(indices)]
+            built.append(self.build(self.packs, own_indices, most))
         return StepBatches(
-            microbatches=[
-                self.build(self.packs, [indices[i] for i in members if i < len(indices)], most)
-                for members, most in zip(assigned[self.rank], most_documents, strict=True)
-            ],
+            microbatches=built,
             tokens=len(indices) * self.packs.length,
-            valid_tokens=sum(
-                count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=self.mask_boundaries)
-                for pack in packs
-            ),
+            valid_tokens=sum(count_valid_tokens(pack, self.mask_boundaries) for pack in packs),
             sum_squared_lengths=sum(squares),
             figures=self.order.figures(places.stop),
             places=places,

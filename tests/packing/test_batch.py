@@ -27,7 +27,7 @@ from packing.batch import (
     count_valid_tokens,
 )
 from packing.order import Mixture, Order
-from packing.pack import best_fit, materialise
+from packing.pack import best_fit, fill_pack
 
 LENGTH = 32
 
@@ -79,11 +79,9 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, (
         "some packs must have a padding tail"
     )
-    return PacksInMemory(
-        materialise(
-            layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0
-        )
-    )
+    tokens = np.arange(1, lengths.sum() + 1)
+    starts = np.cumsum(lengths) - lengths
+    return PacksInMemory([fill_pack(layout, n, tokens, starts, 0) for n in range(count)])
 
 
 def stream(
@@ -182,10 +180,7 @@ def test_a_microbatch_equals_that_of_a_plain_loop(packs, mask_boundaries):
     assert len(offsets) % 16 == 0 and len(offsets) - (len(ends) + 1) < 16
     assert batch.max_seqlen == len(packs[0].input_ids)
     assert batch.valid_tokens == sum(label != IGNORE for label in labels)
-    counted = [
-        count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries)
-        for pack in packs
-    ]
+    counted = [count_valid_tokens(pack, mask_boundaries) for pack in packs]
     assert sum(counted) == batch.valid_tokens
 
 
@@ -313,9 +308,7 @@ def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
     once = sorted(
         int(token) for pack in packs.packs[:seen] for token in pack.input_ids[: pack.lengths.sum()]
     )
-    valid = sum(
-        count_valid_tokens(pack.lengths, mask_boundaries=True) for pack in packs.packs[:seen]
-    )
+    valid = sum(count_valid_tokens(pack, True) for pack in packs.packs[:seen])
     for world_size in (1, 2, 3, 8):
         for microbatch in (1, 2, 4):
             ranks = [
