@@ -15,22 +15,17 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from foundation.errors import InputError
 from foundation.files import is_locked, locked, remove_tree
-from foundation.progress import Progress, say
+from foundation.progress import say
 from packing.arrow import FIRST, MANIFEST
-from packing.chunks import Counts, Offset, Tokens, require_documents
+from packing.chunks import require_documents
 from packing.pack import Arranged
 from packing.pack_maker import PackMaker, usable_cores
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES
-from packing.store import training_parts
+from packing.store import training_sources
 from packing.stream import (
     POSITION,
     RUN_LOCK,
@@ -41,6 +36,7 @@ from packing.stream import (
     read_part,
     read_position,
 )
+from packing.token_log import PartTokens
 
 # Lock of the process that makes parts.
 PACKER_LOCK = ".packer.lock"
@@ -68,11 +64,12 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
 
     run = ReadingRun(settings.packs, parent)
     with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
-        parts = training_parts(settings)
+        sources = training_sources(settings)
         # The run needs the other half of the cores.
-        processes = usable_cores(2 * len(parts))
+        processes = usable_cores(2 * len(sources))
         makers = {
-            name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()
+            name: stack.enter_context(PackMaker(source, processes))
+            for name, source in sources.items()
         }
         for has_written in pack_ahead(settings, makers):
             if run.has_ended():
@@ -123,8 +120,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
     Raises InputError if `data.streaming.disk_gb` is too small for the packs of one step.
     """
     limit = settings.streamed.disk_gb * 1e9
-    parts = {name: maker.settings for name, maker in makers.items()}
-    mixture = StreamedPacks(settings, parts).mixture
+    sources = {name: maker.settings for name, maker in makers.items()}
+    mixture = StreamedPacks(settings, sources).mixture
     shares = dict(zip(makers, mixture.shares_of_packs(), strict=True))
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
     # Source and start of the part in `arranged`. The part is written when it fits on the disk.
@@ -132,18 +129,18 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
     while True:
         position = read_position(settings.packs, makers)
         for name, start in position["starts"].items():
-            starts[name] = keep_parts(parts[name].packs, PartStart(**start), starts[name])
+            starts[name] = keep_parts(sources[name].packs, PartStart(**start), starts[name])
         name = min(starts, key=lambda name: starts[name][-1].first / shares[name])
         start = starts[name][-1]
         if laid_out != (name, start):
-            arranged, after = make_part(makers[name], start)
+            arranged, epoch = make_part(makers[name], start)
             laid_out = (name, start)
             # Read the position again, because the run has continued meanwhile.
             continue
         # The margin of 0.2 % and 64 KiB is for the other files of a part, such as its manifest.
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:
-            manifest = write_part(makers[name], start, arranged, after)
+            manifest = makers[name].write(start, arranged, epoch)
             # Take the start of the next part from the manifest, whose values were converted to JSON
             # and back. The starts in the run's position are read from JSON too, so that equal
             # starts compare equal.
@@ -194,68 +191,20 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
 # ── One part ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise a part. Return its documents, laid out in packs, and the start of the next part.
+def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, int]:
+    """Tokenise a part after the first one. Return its documents, laid out in packs, and its epoch.
 
     If the source has ended, the part starts at the beginning of the source again. In this case, the
     documents that the first part has held out are held out again. Raises InputError if the source
     has no text.
     """
-    tokens = _tokenize_window(maker, start.place)
+    tokens = PartTokens(start.place)
+    maker.tokenize(tokens)
     # If the previous part ended with the last document of the source, `tokens` has no documents.
-    begins_again = not tokens.counts.documents and start.number > 0
+    begins_again = not tokens.counts.documents
     if begins_again:
-        tokens = _tokenize_window(maker, {})
+        tokens = PartTokens({})
+        maker.tokenize(tokens)
     require_documents(maker.settings, tokens.counts)
-    arranged = maker.arrange(tokens, held_out=begins_again or start.number == 0)
-    after = PartStart(
-        number=start.number + 1,
-        epoch=start.epoch + begins_again,
-        place=tokens.after,
-        first=start.first + len(arranged.layouts["train"]),
-    )
-    return arranged, after
-
-
-def _tokenize_window(maker: PackMaker, offset: Offset) -> Tokens:
-    """Return the tokens from `offset` on.
-
-    Read whole chunks until there are enough tokens for a part, or until the source ends.
-    """
-    window = maker.settings.streamed.window
-    chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
-    results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), offset)]
-    counts = Counts()
-    for result in maker.tokenize(offset, chunk_bytes):
-        results.append(result)
-        counts += result.counts
-        if counts.tokens >= window:
-            break
-    return Tokens(
-        tokens=np.concatenate([result.tokens for result in results]),
-        lengths=np.concatenate([result.lengths for result in results]),
-        counts=counts,
-        after=results[-1].after,
-    )
-
-
-def write_part(
-    maker: PackMaker, start: PartStart, arranged: Arranged, after: PartStart
-) -> dict[str, Any]:
-    """Write the packs of a part and return their manifest. `after` is the next part's start."""
-    folder = part_folder(maker.settings.packs, start.number)
-    return maker.write(folder, arranged, {"start": asdict(start), "after": asdict(after)})
-
-
-def make_first_part(part: DataSettings, progress: bool) -> dict[str, Any]:
-    """Make the first part of one source of a stream, and return the manifest of the part."""
-    with (
-        PackMaker(part, usable_cores()) as maker,
-        Progress("packing the first part", shown=progress),
-    ):
-        say(
-            f"{part.packs}: packing the first part now, and the other parts while the run trains, "
-            f"from {maker.source.description}",
-            progress,
-        )
-        return write_part(maker, PartStart(), *make_part(maker, PartStart()))
+    arranged = maker.arrange(tokens.tokens(), held_out=begins_again)
+    return arranged, start.epoch + begins_again

@@ -30,9 +30,9 @@ _ROUNDS = 8
 _LEAST_BITS = 6
 # Number of packs from which the mean number of tokens per pack is estimated.
 _SAMPLED_PACKS = 1000
-# Shares are rounded to multiples of 1 / _PARTS and computed as integers. The product of a place and
-# such an integer fits into 64 bits for up to 2^39 packs.
-_PARTS = 1 << 24
+# Shares are rounded to multiples of 1 / _SHARE_UNITS and computed as integers. The product of a
+# place and such an integer fits into 64 bits for up to 2^39 packs.
+_SHARE_UNITS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -82,8 +82,8 @@ class Mixture:
         for number, share in enumerate(shares):
             # The rate is the source's share of the remaining places. The last source gets all of
             # them.
-            rate = round(_PARTS * share / sum(shares[number:]))
-            packs_of_source = remaining * rate // _PARTS
+            rate = round(_SHARE_UNITS * share / sum(shares[number:]))
+            packs_of_source = remaining * rate // _SHARE_UNITS
             packs.append(packs_of_source)
             remaining = remaining - packs_of_source
         return packs
@@ -134,19 +134,41 @@ class Order:
         """Return the indices of the packs of source `number` at `places`.
 
         `places` is an ascending int64 array of places among the packs of this source alone. The
-        result is int64 and has the same shape.
+        result is int64 and has the same shape. The packs of each part are shuffled separately.
         """
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
         # Mix the number of the source into the key. Otherwise, sources of equal size would go
         # through their packs in the same order.
-        if self.mixture.names != ("",):
+        if self.is_mixed:
             key = splitmix64(splitmix64(key + np.uint64(number)))
+        packs = np.empty_like(places)
+        done = 0
+        while done < len(places):
+            part, covered, first = self.part_at(number, int(places[done]))
+            last = int(np.searchsorted(places, covered.stop))
+            within = places[done:last] - covered.start
+            # Mix the seed before the number of the part is added. Otherwise, seed 0 in epoch 1 and
+            # seed 1 in epoch 0 would give the same order.
+            part_key = splitmix64(key + np.uint64(part))
+            packs[done:last] = first + permute(within, len(covered), part_key)
+            done = last
+        return packs
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return True if the order depends on the number of the source."""
+        return self.mixture.names != ("",)
+
+    def part_at(self, number: int, place: int) -> tuple[int, range, int]:
+        """Return the part of source `number` that has the pack at `place`.
+
+        The result is (number of the part, places of its packs, index of its first pack). The parts
+        of packs that were prepared before the run are their epochs.
+        """
         count = self.mixture.counts[number]
-        epoch, within = np.divmod(places, count)
-        first = sum(self.mixture.counts[:number])
-        # Mix the seed before the epoch is added. Otherwise, seed 0 in epoch 1 and seed 1 in epoch 0
-        # would give the same order.
-        return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
+        epoch = place // count
+        places = range(epoch * count, (epoch + 1) * count)
+        return epoch, places, sum(self.mixture.counts[:number])
 
     def stop_waiting(self) -> None:
         """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
@@ -159,12 +181,12 @@ class Order:
         source.
         """
         figures = {"epoch": place / sum(self.mixture.counts)}
-        if self.mixture.names != ("",):
-            shares = self.mixture.shares(place)
-            figures |= {
-                f"epoch/{name}": epoch for name, epoch in self.mixture.epochs(place).items()
-            }
-            figures |= {f"share/{name}": share for name, share in shares.items()}
+        if self.mixture.names == ("",):
+            return figures
+        for name, epoch in self.mixture.epochs(place).items():
+            figures[f"epoch/{name}"] = epoch
+        for name, share in self.mixture.shares(place).items():
+            figures[f"share/{name}"] = share
         return figures
 
 
@@ -174,17 +196,17 @@ class MixedPacks(JoinedPacks):
     def __init__(
         self,
         path: Path,
-        parts: Mapping[str, Packs],
+        sources: Mapping[str, Packs],
         weights: Mapping[str, float],
     ) -> None:
-        """Join `parts`, which maps the name of each source to its packs.
+        """Join `sources`, which maps the name of each source to its packs.
 
         `weights` maps the name of each source to its intended share of the tokens. Raises
         InputError if two sources were made with different tokenizers.
         """
-        super().__init__(path, list(parts.values()))
-        self.by_source = dict(parts)
-        self.weights = {name: weights[name] for name in parts}
+        super().__init__(path, list(sources.values()))
+        self.by_source = dict(sources)
+        self.weights = {name: weights[name] for name in sources}
         self.length = self.joined[0].length
         # MDS and token .bin files do not record their tokenizer.
         recorded = [packs.tokenizer for packs in self.joined if packs.tokenizer]
@@ -209,6 +231,11 @@ class MixedPacks(JoinedPacks):
             weights=tuple(self.weights.values()),
             tokens_per_pack=tuple(map(_tokens_of, self.joined)),
         )
+
+
+def mixture_of(packs: Packs) -> Mixture:
+    """Return the rule that mixes the sources of packs that were prepared before the run."""
+    return packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
 
 
 def _tokens_of(packs: Packs) -> float:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import asdict
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from foundation.errors import as_input_error
+from foundation.progress import Progress
 from packing.arrow import FIRST, MANIFEST, Split, read_manifest, write_packs
-from packing.chunks import Offset, Tokens
+from packing.chunks import Tokens
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
-from packing.sources import open_source, reading_settings
+from packing.sources import CHUNK_BYTES, open_source, reading_settings
+from packing.stream import PartStart, part_folder
+from packing.token_log import PartTokens
 from packing.tokenizer import load_tokenizer
 from packing.workers import Workers
+
+# Smallest size of a chunk, in bytes.
+_LEAST_CHUNK = 2**12
 
 
 def usable_cores(shared_by: int = 1) -> int:
@@ -29,13 +36,14 @@ def usable_cores(shared_by: int = 1) -> int:
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
-    """Return the settings that determine the content of packs, as their manifest records them.
-
-    For a stream, these include the number of tokens in a part.
-    """
+    """Return the settings that determine the content of packs, as their manifest records them."""
     values = settings.model_dump(mode="json")
-    window = {"window": settings.stream.window} if settings.stream else {}
-    return {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)} | window
+    return {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)} | _window_of(settings)
+
+
+def _window_of(settings: DataSettings) -> dict[str, int]:
+    """Return the number of tokens in a part of a stream, as a manifest records it."""
+    return {"window": settings.stream.window} if settings.stream else {}
 
 
 def _default_packing(reading: DataSettings) -> str:
@@ -77,18 +85,28 @@ class PackMaker(ExitStack):
         `records` is the hash of the rule that reads records, including its chat template.
         """
         excluded = {"on_bad_line", "source", "tokenizer"}
-        return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded) | {
-            "source files": self.source.identity,
-            "tokenizer fingerprint": self.tokenizer.fingerprint,
-            "records": sha256(repr(self.records).encode()).hexdigest(),
-        }
+        key = self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded)
+        key["source files"] = self.source.identity
+        key["tokenizer fingerprint"] = self.tokenizer.fingerprint
+        key["records"] = sha256(repr(self.records).encode()).hexdigest()
+        return key | _window_of(self.settings)
 
-    def tokenize(self, offset: Offset, chunk_bytes: int | None = None) -> Iterator[Tokens]:
-        """Yield the tokens of the source from `offset` on, chunk by chunk.
+    def tokenize(self, part: PartTokens, progress: bool = False) -> None:
+        """Append documents to `part` until it is complete, or until the source ends.
 
-        Raises InputError if a record is malformed and not skipped, or if a worker dies.
+        A part of a stream is complete if it has `window` tokens. Raises InputError if a record is
+        malformed and not skipped, or if a worker dies.
         """
-        return self._workers.tokenize(self.source.chunks(offset, chunk_bytes))
+        window = math.inf
+        chunk_bytes = None
+        if stream := self.settings.stream:
+            window = stream.window
+            chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, stream.window))
+        results = self._workers.tokenize(self.source.chunks(part.offset, chunk_bytes))
+        with Progress("tokenising", "tokens", progress, initial=part.counts.tokens) as line:
+            while part.counts.tokens < window and (result := next(results, None)):
+                part.append(result)
+                line.update(part.counts.tokens - line.n)
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
@@ -96,29 +114,33 @@ class PackMaker(ExitStack):
         settings = self.reading.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, text_files=self.source.kind == "text")
 
-    def write(
-        self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Write packs to the folder `path` and return their manifest.
+    def write(self, start: PartStart, arranged: Arranged, epoch: int = 0) -> dict[str, Any]:
+        """Write the packs of a part, whose documents are from `epoch`, and return their manifest.
 
-        `stream` is given for a part of a stream. It maps `start` to the start of this part, and
-        `after` to the start of the next part, as dicts of PartStart. A part after the first one has
-        neither held-out packs nor a tokenizer.
+        A part after the first one has neither held-out packs nor a tokenizer.
         """
         statistics = arranged.statistics()
         # Only the identity of a local source is recorded: to compare that of a dataset of the hub,
         # every start would need the network.
         if self.source.is_local:
             statistics["source_identity"] = self.source.identity
-        splits: Iterable[Split] = arranged.layouts
-        texts = {"tokenizer.json": self.tokenizer.tokenizer.to_str(pretty=True)}
-        if isinstance(self.records, ChatColumns):
-            texts[CHAT_TEMPLATE] = self.records.template
-        if stream is not None:
-            statistics["stream"] = stream
-            if stream["start"]["number"] > 0:
-                splits = ["train"]
-                texts = {}
+        path = self.settings.packs
+        if self.settings.stream:
+            path = part_folder(path, start.number)
+            after = PartStart(
+                number=start.number + 1,
+                epoch=epoch,
+                place=arranged.tokens.after,
+                first=start.first + len(arranged.layouts["train"]),
+            )
+            statistics["stream"] = {"start": asdict(start), "after": asdict(after)}
+        splits: Iterable[Split] = ["train"]
+        texts = {}
+        if start.number == 0:
+            splits = arranged.layouts
+            texts["tokenizer.json"] = self.tokenizer.tokenizer.to_str(pretty=True)
+            if isinstance(self.records, ChatColumns):
+                texts[CHAT_TEMPLATE] = self.records.template
         with as_input_error(
             (OSError,), f"{path}: cannot be written", "correct the cause and run the command again"
         ):

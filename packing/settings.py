@@ -318,7 +318,7 @@ class DataSettings(SourceSettings):
     skip: skip and count such records.
     """
 
-    # Keys whose values a part has in common with the `data` section. Empty in the section itself.
+    # Keys whose values a source has in common with the `data` section. Empty in the section itself.
     _common: frozenset[str] = PrivateAttr(frozenset())
 
     @property
@@ -341,20 +341,20 @@ class DataSettings(SourceSettings):
     def prepares(self) -> bool:
         """True if packs must be prepared before they can be opened."""
         return self.validation is not None or any(
-            part.source is not None for part in (self, *(self.sources or ()))
+            source.source is not None for source in (self, *(self.sources or ()))
         )
 
-    def part(self, source: SourceSettings, packs: Path, **changes: Any) -> DataSettings:
+    def for_source(self, source: SourceSettings, packs: Path, **changes: Any) -> DataSettings:
         """Return a copy of the settings for one source, whose packs are in the folder `packs`.
 
         `changes` maps the names of other settings to their values for this source.
         """
         values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-        part = self.model_copy(update=values | {"sources": None, "packs": packs} | changes)
-        part._common = frozenset(
+        copy = self.model_copy(update=values | {"sources": None, "packs": packs} | changes)
+        copy._common = frozenset(
             key for key, value in values.items() if value == getattr(self, key)
         )
-        return part
+        return copy
 
     def chosen(self, names: tuple[str, ...]) -> list[str]:
         """Return the settings in `names` that are not defaults and were set for this source.

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,10 @@ _MAKE = (
 )
 
 
-# ── The parts of the data section ─────────────────────────────────────────────────────────────────
+# ── The sources of the data section ───────────────────────────────────────────────────────────────
 
 
-def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
+def training_sources(settings: DataSettings) -> dict[str, DataSettings]:
     """Map the name of each training source to the settings of the source.
 
     The name is the setting `name`, or the last part of `source` without suffixes. A single source
@@ -51,10 +52,10 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     """
     if not settings.sources:
         return {"": settings}
-    parts: dict[str, DataSettings] = {}
+    sources: dict[str, DataSettings] = {}
     for source in settings.sources:
         name = source.name or Path(str(source.source)).name.split(".")[0]
-        if not SOURCE_NAME.match(name) or name in parts:
+        if not SOURCE_NAME.match(name) or name in sources:
             raise InputError(
                 f"data.sources: {source.source}: the name of this source is not valid or not "
                 "unique; set its `name`"
@@ -63,11 +64,11 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
         if stream := settings.stream:
             window = round(stream.window * source.weight)
             streaming = stream.model_copy(update={"window": max(settings.length, window)})
-        parts[name] = settings.part(source, settings.packs / name, streaming=streaming)
-    return parts
+        sources[name] = settings.for_source(source, settings.packs / name, streaming=streaming)
+    return sources
 
 
-def validation_part(settings: DataSettings) -> DataSettings | None:
+def validation_source(settings: DataSettings) -> DataSettings | None:
     """Return the settings of `data.validation`, or None if it is not set.
 
     The packs are in a folder beside `data.packs`.
@@ -83,20 +84,20 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or files_of(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    return settings.part(validation, packs, held_out=0.0, streaming=streaming)
+    return settings.for_source(validation, packs, held_out=0.0, streaming=streaming)
 
 
-def all_parts(settings: DataSettings) -> list[DataSettings]:
+def all_sources(settings: DataSettings) -> list[DataSettings]:
     """Return the settings of each training source, then of `data.validation` if it is set."""
-    return list(filter(None, [*training_parts(settings).values(), validation_part(settings)]))
+    return list(filter(None, [*training_sources(settings).values(), validation_source(settings)]))
 
 
-def folder_of(part: DataSettings) -> Path:
+def folder_of(source: DataSettings) -> Path:
     """Return the folder with the packs of a source.
 
     If the source is a stream, return the folder with the packs from the beginning of the stream.
     """
-    return part.packs / FIRST if part.stream else part.packs
+    return source.packs / FIRST if source.stream else source.packs
 
 
 def is_there(folder: Path) -> bool:
@@ -115,18 +116,18 @@ def is_there(folder: Path) -> bool:
 
 def unprepared(settings: DataSettings) -> list[Path]:
     """Return the folders of training and validation packs that do not exist yet."""
-    return [folder for folder in map(folder_of, all_parts(settings)) if not is_there(folder)]
+    return [folder for folder in map(folder_of, all_sources(settings)) if not is_there(folder)]
 
 
 def notes_of(packs: Packs, tokenizer: str | None) -> list[str]:
     """Return lines about training packs for the user. `tokenizer` is the recipe's."""
     notes: list[str] = []
-    for part in packs.by_source.values():
-        notes += part.notes
+    for source in packs.by_source.values():
+        notes += source.notes
         # A token file records no tokenizer, and another machine may not have the recipe's.
         with suppress(InputError):
-            loaded = load_tokenizer(tokenizer or str(part.path / "tokenizer.json"))
-            notes += _note_of_added_tokens(part, loaded.tokenizer)
+            loaded = load_tokenizer(tokenizer or str(source.path / "tokenizer.json"))
+            notes += _note_of_added_tokens(source, loaded.tokenizer)
     return notes
 
 
@@ -160,21 +161,21 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Raises InputError if there are no packs, if the packs are damaged, or if their length is not
     `settings.length`.
     """
-    if split == "held_out" and (validation := validation_part(settings)):
+    if split == "held_out" and (validation := validation_source(settings)):
         return open_packs(validation, "train")
-    parts = training_parts(settings)
+    sources = training_sources(settings)
     if settings.stream and split == "train":
-        return StreamedPacks(settings, parts)
+        return StreamedPacks(settings, sources)
     if not settings.sources:
-        return _open_source(parts[""], split)
+        return _open_source(sources[""], split)
     opened = {
         name: packs
-        for name, part in parts.items()
-        if (packs := _open_source(part, split)) is not None
+        for name, source in sources.items()
+        if (packs := _open_source(source, split)) is not None
     }
     if not opened:
         return None
-    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
+    return MixedPacks(settings.packs, opened, dict(zip(sources, settings.shares, strict=True)))
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
@@ -204,13 +205,11 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
             f"{packs.path}: holding out {share} of {len(packs)} packs leaves none to train on; "
             "set data.held_out to 0"
         )
-    hashes = splitmix64(np.arange(len(packs), dtype=np.uint64))
-    is_held_out = np.zeros(len(packs), bool)
-    is_held_out[np.argpartition(hashes, count - 1)[:count]] = True
-    return PartOfPacks(packs, np.flatnonzero(is_held_out if split == "held_out" else ~is_held_out))
+    order = np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)
+    return SelectedPacks(packs, np.sort(order[:count] if split == "held_out" else order[count:]))
 
 
-class PartOfPacks(Packs):
+class SelectedPacks(Packs):
     """Subset of other packs, in the same order."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
@@ -249,30 +248,30 @@ def find_splits(
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
-    def first_of(*candidates: Path) -> Callable[[], Packs] | None:
-        """Return a function that opens the first of `candidates` that has packs, or None.
+    def first_of(*names: str) -> Callable[[], Packs] | None:
+        """Return a function that opens the first path with packs, or None.
 
-        A candidate has packs if it is a token file or an MDS folder, or if it contains MDS folders.
+        The paths have these names, also with the suffixes of token files. A path has packs if it is
+        a token file or an MDS folder, or if it contains MDS folders.
         """
-        for candidate in candidates:
+        for name, suffix in product(names, ("", ".bin", ".npy")):
+            candidate = path / f"{name}{suffix}"
             if candidate.suffix in (".bin", ".npy") and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
                 return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
-            inside = sorted(
-                index.parent
-                for index in candidate.glob(f"*/{INDEX}")
-                if index.parent.name not in _HELD_OUT_NAMES
-            )
-            if folders := [candidate] if (candidate / INDEX).is_file() else inside:
+            folders = [candidate]
+            if not (candidate / INDEX).is_file():
+                inside = sorted(index.parent for index in candidate.glob(f"*/{INDEX}"))
+                folders = [folder for folder in inside if folder.name not in _HELD_OUT_NAMES]
+            if folders:
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
-    train = first_of(path / "train", path / "train.bin", path / "train.npy")
-    held_out = train and first_of(
-        *(path / f"{name}{end}" for name in _HELD_OUT_NAMES for end in ("", ".bin", ".npy"))
-    )
-    if train := train or first_of(path):
+    if train := first_of("train"):
+        held_out = first_of(*_HELD_OUT_NAMES)
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
+    if train := first_of(""):
+        return {"train": train}
     raise InputError(
         f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin, "
         "and no train.npy (tokens). To read a token file with another "

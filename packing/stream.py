@@ -29,10 +29,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from operator import ge
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from foundation.errors import InputError
@@ -46,7 +46,7 @@ from foundation.files import (
 )
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
-from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
+from packing.order import MixedPacks, Mixture, Order, mixture_of
 from packing.settings import DataSettings
 from packing.workers import start_python
 
@@ -54,7 +54,7 @@ POSITION = "position.json"
 # Lock of the run that reads the stream.
 RUN_LOCK = ".lock"
 # Number of packs that `len` returns for a stream. The real number is not known.
-ENDLESS = 2**62
+ENDLESS = 2**40
 # Seconds between two checks whether a part exists.
 POLL_SECONDS = 0.05
 LOG = "packer.log"
@@ -229,37 +229,32 @@ class PackerProcess(ExitStack):
 class SourceStream:
     """The packs of one source, accessed by their place in the stream of this source.
 
-    One thread may read packs while another thread calls `release`.
+    One thread may read packs while another thread calls `release`. Then a part may be opened twice.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.first_part = ArrowPacks(folder / FIRST)
-        self._lock = threading.Lock()
         self.start_at(None)
 
-    def start_at(self, record: dict[str, Any] | None) -> None:
-        """Close all parts, and read from the part of `record` on. None means the first part.
+    def start_at(self, state: dict[str, Any] | None) -> None:
+        """Close all parts, and read from the part of `state` on. None means the first part.
 
-        `record` has the start and the fingerprint of a part. Checkpoints store the record. If the
-        part is made again for a resumed run, its fingerprint must equal the one in the record.
+        `state` has the start and the fingerprint of a part. Checkpoints store it. If the part is
+        made again for a resumed run, its fingerprint must equal the one in `state`.
         """
-        with self._lock:
-            self.record: dict[str, Any] = record or {
-                "start": asdict(PartStart()),
-                "fingerprint": self.first_part.fingerprint,
-            }
-            # All open parts, in the order of their numbers.
-            self._parts: list[Part] = []
+        beginning = {"start": asdict(PartStart()), "fingerprint": self.first_part.fingerprint}
+        self.state: dict[str, Any] = state or beginning
+        # All open parts, in the order of their numbers.
+        self._parts: list[Part] = []
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
         """Return the part that has the pack at `place`.
 
         `wait` is called repeatedly until this part is on the disk.
         """
-        with self._lock:
-            earlier = [part for part in self._parts if part.start.first <= place]
-        part = earlier[-1] if earlier else self._open(PartStart(**self.record["start"]), wait)
+        earlier = [part for part in self._parts if part.start.first <= place]
+        part = earlier[-1] if earlier else self._open(PartStart(**self.state["start"]), wait)
         while place >= part.after.first:
             part = self._open(part.after, wait)
         return part
@@ -267,64 +262,63 @@ class SourceStream:
     def _open(self, start: PartStart, wait: Callable[[], None]) -> Part:
         while (part := read_part(self.folder, start)) is None:
             wait()
-        is_recorded = asdict(start) == self.record["start"]
-        if is_recorded and part.packs.fingerprint != self.record["fingerprint"]:
+        state = _state_at(part)
+        if state["start"] == self.state["start"] and state != self.state:
             raise InputError(
                 f"{part.packs.path}: the packs in this folder differ from the packs on which the "
                 "run was trained, so the data of the source has changed. Either restore the data "
                 "(for a dataset of the hub, set its earlier revision as `name@revision`) and "
                 "remove this folder, or set another data.packs and another run_dir"
             )
-        with self._lock:
-            self._parts.append(part)
+        self._parts.append(part)
         return part
 
     def release(self, place: int) -> None:
         """Record the part that has the pack at `place` - 1, and close all parts before it."""
-        with self._lock:
-            for part in self._parts:
-                if part.start.first < place:
-                    self.record = {
-                        "start": asdict(part.start),
-                        "fingerprint": part.packs.fingerprint,
-                    }
-            self._parts = [part for part in self._parts if part.after.first >= place]
+        for part in self._parts:
+            if part.start.first < place:
+                self.state = _state_at(part)
+        self._parts = [part for part in self._parts if part.after.first >= place]
+
+
+def _state_at(part: Part) -> dict[str, Any]:
+    """Return the state of a source whose packs are read from `part` on."""
+    return {"start": asdict(part.start), "fingerprint": part.packs.fingerprint}
 
 
 class StreamedPacks(Packs):
     """The packs of one or several streamed sources.
 
-    Pack n of source s has the index n * S + s, where S is the number of sources. Before the packs
-    of a step are read, call `packs_at` of the `StreamOrder` that `order_of` returns. This call
-    waits until the packs exist.
+    Pack n of source s has the index s * ENDLESS + n. Before the packs of a step are read, call
+    `packs_at` of the `StreamOrder` that `order_of` returns. This call waits until the packs exist.
     """
 
-    def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
-        """Open the first part of each source. `parts` maps the source's name to its settings.
+    def __init__(self, settings: DataSettings, sources: Mapping[str, DataSettings]) -> None:
+        """Open the first part of each source. `sources` maps the source's name to its settings.
 
         A single source has the name "".
         """
         self.path = settings.packs
-        self.sources = {name: SourceStream(part.packs) for name, part in parts.items()}
+        self.sources = {name: SourceStream(source.packs) for name, source in sources.items()}
         # The first part of each source, which stays on the disk.
         self.first_parts = MixedPacks(
             self.path,
             {name: source.first_part for name, source in self.sources.items()},
-            dict(zip(parts, settings.shares, strict=True)),
+            dict(zip(sources, settings.shares, strict=True)),
         )
         self.by_source = self.first_parts.by_source
         self.length = self.first_parts.length
         self.tokenizer = self.first_parts.tokenizer
+        windows = [source.streamed.window for source in sources.values()]
+        tokens = [
+            source.first_part.manifest["statistics"]["tokens"] for source in self.sources.values()
+        ]
         # False if every source ends in its first part, so that the first parts are an epoch.
-        self.continues = any(
-            source.first_part.manifest["statistics"]["tokens"] >= parts[name].streamed.window
-            for name, source in self.sources.items()
-        )
-        windows = [part.streamed.window for part in parts.values()]
+        self.continues = any(map(ge, tokens, windows))
         self.fingerprint = hash_of([self.first_parts.content, windows])
         # The packer that this process has started, or None if another rank starts the packer.
         self.packer: PackerProcess | None = None
-        self._ends = dict.fromkeys(self.sources, 0)
+        self._ends = [0] * len(self.sources)
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -338,21 +332,21 @@ class StreamedPacks(Packs):
         def wait() -> None:
             raise IndexError(f"{self.path}: pack {index} is not on the disk")
 
-        place, number = divmod(index, len(self.sources))
+        number, place = divmod(index, ENDLESS)
         part = list(self.sources.values())[number].part_of(place, wait)
         return part.packs[place - part.start.first]
 
-    def start_at(self, record: Mapping[str, Any] | None) -> None:
-        """Continue from the `record` of a checkpoint, or start at the first pack if it is None."""
+    def start_at(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the `state` of a checkpoint, or start at the first pack if it is None."""
         for name, source in self.sources.items():
-            source.start_at(record[name] if record else None)
-        self._ends = dict.fromkeys(self.sources, 0)
+            source.start_at(state[name] if state else None)
+        self._ends = [0] * len(self.sources)
         self.publish()
 
     @property
-    def record(self) -> dict[str, Any]:
-        """Map the name of each source to its current part's record, which checkpoints store."""
-        return {name: source.record for name, source in self.sources.items()}
+    def state(self) -> dict[str, Any]:
+        """Map the name of each source to its current part's state, which checkpoints store."""
+        return {name: source.state for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
         """Close the parts that the run has read, and tell the packer how far the run has read.
@@ -360,10 +354,9 @@ class StreamedPacks(Packs):
         `places` are the indices of the packs that the next step reads, in the stream of all packs.
         """
         starts = self.mixture.packs_before(places.start)
-        ends = self.mixture.packs_before(places.stop)
-        for (name, source), start, end in zip(self.sources.items(), starts, ends, strict=True):
+        for source, start in zip(self.sources.values(), starts, strict=True):
             source.release(int(start))
-            self._ends[name] = int(end)
+        self._ends = list(map(int, self.mixture.packs_before(places.stop)))
         self.publish()
 
     @property
@@ -374,10 +367,8 @@ class StreamedPacks(Packs):
         dict of PartStart. `ends` maps each source to the place after the last pack that the current
         step reads from this source.
         """
-        return {
-            "starts": {name: record["start"] for name, record in self.record.items()},
-            "ends": dict(self._ends),
-        }
+        starts = {name: source.state["start"] for name, source in self.sources.items()}
+        return {"starts": starts, "ends": dict(zip(self.sources, self._ends, strict=True))}
 
     def publish(self, *, waits: bool = False) -> None:
         """Pass the position to the packer. `waits` is True if the run waits for a part."""
@@ -390,6 +381,7 @@ class StreamOrder(Order):
     """Order of packs that are made while the run trains. `packs_at` waits for the packs."""
 
     packs: StreamedPacks
+    is_mixed = True
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def stop_waiting(self) -> None:
@@ -406,28 +398,14 @@ class StreamOrder(Order):
         if self.packs.packer is not None:
             self.packs.packer.check()
 
-    def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Return the indices of the packs of source `number` at `places`. See `Order`.
+    def _part_of(self, number: int, place: int) -> Part:
+        return list(self.packs.sources.values())[number].part_of(place, self._wait)
 
-        The packs of each part are shuffled separately.
-        """
-        source = list(self.packs.sources.values())[number]
-        # The key includes the number of the source and, in the loop below, the number of the part.
-        # So the order differs between sources, and between two epochs of one source.
-        key = splitmix64(
-            splitmix64(splitmix64(np.array([self.seed], np.uint64)) + np.uint64(number))
-        )
-        packs = np.empty_like(places)
-        done = 0
-        while done < len(places):
-            part = source.part_of(int(places[done]), self._wait)
-            first = part.start.first
-            end = part.after.first
-            within = places[done : int(np.searchsorted(places, end))] - first
-            order = permute(within, end - first, splitmix64(key + np.uint64(part.start.number)))
-            packs[done : done + len(within)] = first + order
-            done += len(within)
-        return packs * len(self.packs.sources) + number
+    def part_at(self, number: int, place: int) -> tuple[int, range, int]:
+        """Return the part of a source that has the pack at `place`. See `Order`."""
+        part = self._part_of(number, place)
+        places = range(part.start.first, part.after.first)
+        return part.start.number, places, number * ENDLESS + places.start
 
     def figures(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
@@ -437,22 +415,21 @@ class StreamOrder(Order):
         current part.
         """
         figures = super().figures(place)
-        counts = self.mixture.packs_before(place)
-        # The part that has the source's last pack before `place`, or the source's first part.
-        parts = {
-            name: source.part_of(max(int(count) - 1, 0), self._wait)
-            for (name, source), count in zip(self.packs.sources.items(), counts, strict=True)
-        }
-        for name, part in parts.items():
+        epochs = []
+        for number, name in enumerate(self.packs.sources):
+            # The part that has the source's last pack before `place`, or the source's first part.
+            packs = int(self.mixture.packs_before(place)[number])
+            part = self._part_of(number, max(packs - 1, 0))
+            epochs.append(float(part.after.epoch))
             end = f"/{name}" if name else ""
-            figures |= {f"epoch{end}": float(part.after.epoch), f"part{end}": part.start.number}
-        return figures | {"epoch": float(min(part.after.epoch for part in parts.values()))}
+            figures[f"epoch{end}"] = epochs[-1]
+            figures[f"part{end}"] = part.start.number
+        figures["epoch"] = min(epochs)
+        return figures
 
 
 def order_of(packs: Packs, seed: int) -> Order:
-    """Return the reading order of `packs`."""
+    """Return the reading order of `packs` in a run."""
     if isinstance(packs, StreamedPacks):
         return StreamOrder(packs.mixture, seed, packs)
-    if isinstance(packs, MixedPacks):
-        return Order(packs.mixture, seed)
-    return Order(Mixture.alone(len(packs)), seed)
+    return Order(mixture_of(packs), seed)

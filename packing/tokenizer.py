@@ -143,9 +143,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
             f"data.tokenizer: {name}: `{role}_token` is not the text of a token",
             REMEDY,
         ):
-            ids = list(map(tokenizer.token_to_id, _names_of(name, role)))
-        if (number := next((number for number in ids if number is not None), None)) is not None:
-            special[role] = number
+            ids = [tokenizer.token_to_id(text) for text in _names_of(name, role)]
+        if existing := [number for number in ids if number is not None]:
+            special[role] = existing[0]
     return TextTokenizer(name, tokenizer, special)
 
 
@@ -184,9 +184,7 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     refuse_near_name("data.tokenizer", tokenizer)
     repository, revision = split_revision(tokenizer)
     if not HUB_NAME.fullmatch(repository):
-        is_of_demo = path.is_relative_to("demo/work")
-        remedy = "run `make demo`, which makes demo/work/tokenizer" if is_of_demo else _CHOOSE
-        raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {remedy}")
+        raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {_CHOOSE}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         HFValidationError,

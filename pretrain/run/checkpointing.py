@@ -102,7 +102,7 @@ def save(run: Run, *, in_background: bool = False) -> None:
             "precision": run.precision.name,
         }
         if run.job.data.stream is not None:
-            state["stream"] = run.job.data.stream.record
+            state["stream"] = run.job.data.stream.state
         model_tensors, optimizer_tensors = tensors_to_save(run.assembly)
         run.checkpoints.save(
             run.state.step,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from packing.store import all_parts, find_splits
+from packing.store import all_sources, find_splits
 from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
 from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
@@ -28,9 +28,9 @@ def check_train(options: argparse.Namespace) -> None:
     """Check the recipe, the checkpoint of --resume, and packs that are not made from a source."""
     recipe = load_recipe(options.recipe, options.overrides)
     check_checkpoint(options.resume)
-    for part in all_parts(recipe.data):
-        if part.source is None:
-            find_splits(part.packs, part.length)
+    for source in all_sources(recipe.data):
+        if source.source is None:
+            find_splits(source.packs, source.length)
 
 
 def check_checkpoint(requested: str) -> None:

@@ -172,7 +172,7 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
                     read_pack(packs, index, vocab_size)
 
 
-def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[Packs, int]]:
+def evaluated_packs(packs: Packs | None, limit: int | None) -> dict[str, tuple[Packs, int]]:
     """Map the name of each source to (packs, number of packs that are evaluated).
 
     packs: the held-out packs of all sources.
@@ -180,13 +180,13 @@ def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
         (`evaluate.packs`), or None for all packs. The same share of packs is read from every
         source, but at least one pack.
     """
-    parts = {} if packs is None else packs.by_source
+    sources = {} if packs is None else packs.by_source
     # The held-out split may be empty. Then avoid a division by zero below.
-    total = sum(map(len, parts.values())) or 1
+    total = sum(map(len, sources.values())) or 1
     evaluated = total if limit is None else limit
     return {
-        name: (part, min(len(part), max(1, round(evaluated * len(part) / total))))
-        for name, part in parts.items()
+        name: (source, min(len(source), max(1, round(evaluated * len(source) / total))))
+        for name, source in sources.items()
     }
 
 
@@ -203,12 +203,9 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
         ("training pack", data.train, None),
         ("held-out pack", data.held_out, evaluated),
     ):
-        for packs, count in evaluated_parts(split, limit).values():
+        for packs, count in evaluated_packs(split, limit).values():
             labels = (
-                count_valid_tokens(
-                    pack.lengths, pack.trained, mask_boundaries=settings.mask_boundaries
-                )
-                for pack in (packs[index] for index in range(count))
+                count_valid_tokens(packs[index], settings.mask_boundaries) for index in range(count)
             )
             if count and not any(labels):
                 raise InputError(

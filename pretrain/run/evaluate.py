@@ -30,7 +30,7 @@ from pretrain.metrics.run_record import (
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.settings import UNQUANTIZED
-from pretrain.run.data import evaluated_parts
+from pretrain.run.data import evaluated_packs
 from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.run.sampling import draw_samples
@@ -98,7 +98,7 @@ def measure_of(run: Run) -> dict[str, Any]:
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
         "held_out_packs": sum(
             count
-            for _, count in evaluated_parts(job.data.held_out, job.recipe.evaluate.packs).values()
+            for _, count in evaluated_packs(job.data.held_out, job.recipe.evaluate.packs).values()
         ),
         "held_out_precision": precision.name,
     }
@@ -114,7 +114,7 @@ def held_out_figures(
     each source.
     """
     sums = {}
-    parts = evaluated_parts(job.data.held_out, job.recipe.evaluate.packs)
+    parts = evaluated_packs(job.data.held_out, job.recipe.evaluate.packs)
     for name, (packs, count) in parts.items():
         with Batching(**job.batching(accelerator)).evaluation(packs, count) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.files import scratch_folder
 from foundation.overrides import overridden
-from packing.store import training_parts
+from packing.store import training_sources
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import newest_in
 from pretrain.launch.environment import with_precision
@@ -89,7 +89,7 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
         parent = Path(tempfile.gettempdir())
         created = stack.enter_context(scratch_folder(parent / f"evaluate-{os.getuid()}"))
         created.chmod(0o700)
-        first, *_ = training_parts(recipe.data).values()
+        first, *_ = training_sources(recipe.data).values()
         (created / "packs").symlink_to(first.packs.absolute())
     # Choose the folder of this machine. On each machine, the process with the lowest rank creates a
     # folder. So among the ranks from 0 to this rank, the last one with a folder is on this machine.

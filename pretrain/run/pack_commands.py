@@ -153,7 +153,8 @@ def _describe(path: Path, verify: bool) -> None:
         if verify:
             packs.verify()
             print("  verified             every file with a recorded hash is unchanged")
-    print("".join(f"  {note}\n" for note in first.notes), end="")
+    for note in first.notes:
+        print(f"  {note}")
     if isinstance(first, ArrowPacks):
         print(summary(first.manifest))
 

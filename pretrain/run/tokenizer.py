@@ -25,7 +25,7 @@ from transformers import (
 from foundation.errors import InputError, as_input_error
 from packing.records import CHAT_TEMPLATE, chat_columns, chat_template
 from packing.settings import DataSettings, SourceSettings, split_revision
-from packing.store import folder_of, training_parts
+from packing.store import folder_of, training_sources
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config, save_tokenizer
 from pretrain.run.data import Data
@@ -187,7 +187,7 @@ def load_tokenizer(
     of_packs = data.tokenizer if data else {}
     is_same = of_packs.get("fingerprint") == fingerprint_at(location)
     tokenizer = tokenizer_in(location, of_packs if is_same else None)
-    templates = (part.chat_template for part in training_parts(settings).values())
+    templates = (source.chat_template for source in training_sources(settings).values())
     template = next(filter(None, templates), None)
     file = data.find_file(CHAT_TEMPLATE) if data else None
     if template:
@@ -210,8 +210,8 @@ def stop_after_answers(
     settings: the section `data` of the recipe. Its packs exist, unless they were deleted.
     """
     has_chats = any(
-        part.messages or part.chat_template or (folder_of(part) / CHAT_TEMPLATE).is_file()
-        for part in training_parts(settings).values()
+        source.messages or source.chat_template or (folder_of(source) / CHAT_TEMPLATE).is_file()
+        for source in training_sources(settings).values()
     )
     if tokenizer is not None and has_chats and hf.can_generate():
         eos = hf.generation_config.eos_token_id

@@ -22,11 +22,12 @@ from foundation.files import hash_of
 from packing.arrow import read_manifest
 from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
-from packing.prepare import TokenLog, prepare, summary
+from packing.prepare import prepare, summary
 from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings, StreamingSettings
 from packing.sources import DatasetSource
 from packing.store import folder_of, open_packs
+from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
 

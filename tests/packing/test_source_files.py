@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from packing.records import TextTemplate
 from packing.settings import DataSettings, files_of
 from packing.sources import open_source, refuse_common_files
-from packing.store import all_parts
+from packing.store import all_sources
 from packing.tokenizer import load_tokenizer
 from tests.packing.test_sources import open_reader, texts_of, write_corpus
 
@@ -145,7 +145,7 @@ def test_patterns_choose_the_files_of_splits(tmp_path: Path) -> None:
         settings = DataSettings(packs="p", tokenizer="t", **values)
         refuse_common_files(settings)
         template = TextTemplate.parse("text")
-        sources = [open_source(part, template) for part in all_parts(settings)]
+        sources = [open_source(part, template) for part in all_sources(settings)]
         return [[path.name for path in source.paths] for source in sources]
 
     train, test = (f"{tmp_path}/{split}*" for split in ("train", "test"))

@@ -31,8 +31,9 @@ from packing.follow import ReadingRun, pack_ahead
 from packing.pack_maker import PackMaker
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import open_packs, training_parts
+from packing.store import open_packs, training_sources
 from packing.stream import (
+    ENDLESS,
     POSITION,
     RUN_LOCK,
     PackerProcess,
@@ -56,7 +57,7 @@ class InProcessPacker(ExitStack):
         self.most = 0  # the largest number of bytes on the disk
         self.makers = {
             name: self.enter_context(PackMaker(part, 1))
-            for name, part in training_parts(data).items()
+            for name, part in training_sources(data).items()
         }
         self.parts = pack_ahead(data, self.makers)
 
@@ -150,7 +151,7 @@ def steps(
             ahead.run_ahead()
         read = [packs[i].input_ids.tobytes() for i in order.packs_at(places_of(number)).tolist()]
         packs.advance_to(places_of(number + 1))
-        yield read, json.loads(json.dumps(packs.record))
+        yield read, json.loads(json.dumps(packs.state))
 
 
 def places_of(step: int) -> range:
@@ -449,7 +450,7 @@ def test_sources_with_differently_full_packs_advance_together(
     both |= {"sources": sources, "packing": "best_fit", "held_out": 0.0}
     data = streamed(both, tmp_path / "packs", disk_gb=0.0002)
     order = order_of(open_packs(data, "train"), seed=3)
-    first, second = (order.packs_of_source(number, np.arange(20)) // 2 for number in range(2))
+    first, second = (order.packs_of_source(number, np.arange(20)) % ENDLESS for number in range(2))
     assert first.tolist() != second.tolist(), "each source has an order of its own"
     with InProcessPacker(data) as packer:
         for _ in steps(packed_by(packer, data), 0, 80, ahead=packer):

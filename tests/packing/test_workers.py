@@ -38,10 +38,10 @@ def test_a_killed_preparation_continues_with_the_same_packs(
     code = (
         "import sys, json\n"
         "from packing.prepare import prepare; from packing.settings import DataSettings\n"
-        "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000\n"
-        "packing.prepare._COMMIT_SECONDS = 0\n"
-        "import time; slow = packing.prepare.TokenLog.append\n"
-        "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+        "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
+        "packing.token_log._COMMIT_SECONDS = 0\n"
+        "import time; slow = packing.token_log.TokenLog.append\n"
+        "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
         "if __name__ == '__main__':\n"
         "    prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
     )

@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
         patch.setattr("pretrain.model.loss.head.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
         trained.backward()
-        training_parts = head.take_parts()
+        training_sources = head.take_parts()
         with torch.no_grad():
             evaluated = head.eval()(states, labels).double()
         evaluation_parts = head.take_parts()
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
     assert trained.dtype == torch.float32
     assert trained.shape == ()
     if kind:
-        for head_parts in (training_parts, evaluation_parts):
+        for head_parts in (training_sources, evaluation_parts):
             torch.testing.assert_close(head_parts.double(), parts, rtol=1e-6, atol=1e-6 * tokens)
     expected = parts[0] + weight * parts[1]
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from foundation.errors import InputError
 from foundation.settings import parse, sections_in
-from packing.store import all_parts
+from packing.store import all_sources
 from pretrain.settings import commands
 from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
@@ -171,7 +171,7 @@ WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text
 
 
 def parts_of(recipe: Recipe) -> list[dict]:
-    return [part.model_dump() for part in all_parts(recipe.data)]
+    return [part.model_dump() for part in all_sources(recipe.data)]
 
 
 @pytest.mark.parametrize(
