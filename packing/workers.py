@@ -46,6 +46,11 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
     return subprocess.Popen(command, env=environment, start_new_session=True, **options)
 
 
+def start_worker(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a worker that inherits the connection with this file descriptor."""
+    return start_python("packing.workers", str(descriptor), pass_fds=[descriptor])
+
+
 class Workers(ExitStack):
     """Processes that tokenise the chunks of one source.
 
@@ -67,8 +72,7 @@ class Workers(ExitStack):
         for _ in range(count):
             connection, other_end = multiprocessing.Pipe()
             with other_end, as_input_error((OSError,), "tokenizer processes cannot be started"):
-                descriptor = other_end.fileno()
-                worker = start_python("packing.workers", str(descriptor), pass_fds=[descriptor])
+                worker = start_worker(other_end.fileno())
             self.callback(worker.wait)
             self.callback(worker.kill)
             # `_tokenize` reports workers that have died.

@@ -145,7 +145,7 @@ def forked_tokenizers() -> Iterator[None]:
     still start them.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "start_python", ForkedWorker)
+        patch.setattr(workers, "start_worker", ForkedWorker)
         yield
 
 

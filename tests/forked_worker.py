@@ -10,10 +10,10 @@ from tests.moments import fork_context
 
 
 class ForkedWorker:
-    """Replacement of `packing.workers.start_python`."""
+    """Replacement of `packing.workers.start_worker`."""
 
-    def __init__(self, module: str, descriptor: str, *, pass_fds: list[int]) -> None:
-        connection = Connection(os.dup(int(descriptor)))
+    def __init__(self, descriptor: int) -> None:
+        connection = Connection(os.dup(descriptor))
         process = fork_context.Process(target=serve, args=(connection,), daemon=True)
         process.start()
         self.kill = process.kill

@@ -19,7 +19,7 @@ from packing import workers
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.workers import start_python
+from packing.workers import start_worker
 
 
 def is_running(process: str) -> bool:
@@ -98,7 +98,7 @@ def test_workers_that_die_at_start_are_reported(
     settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers may die if memory runs out. In this test their interpreter ends at once."""
-    monkeypatch.setattr(workers, "start_python", start_python)
+    monkeypatch.setattr(workers, "start_worker", start_worker)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(InputError, match=r"process died while it read .*corpus.jsonl:1 or"):
         prepare(settings, progress=False)
