@@ -131,7 +131,8 @@ class ModelObserver(ProductObserver):
         }
         # Names of the modules whose forwards run, from the outermost to the innermost.
         self._stack: list[str] = []
-        self._called: set[str] = set()
+        # Names of the modules that were called, in order.
+        self._called: dict[str, None] = {}
         # Map each node of autograd to the name of the module whose forward has created it.
         self._nodes: dict[Any, str] = {}
         # Map the address of a tensor to the origin of its values.
@@ -158,7 +159,7 @@ class ModelObserver(ProductObserver):
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._claim((args, kwargs), self._stack[-1] if self._stack else "")
         self._stack.append(name)
-        self._called.add(name)
+        self._called[name] = None
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._claim(output, name)
@@ -215,8 +216,8 @@ class ModelObserver(ProductObserver):
         result = Audit()
         for announced, products in self.products.items():
             # The model may have been wrapped after the linears got their names.
-            longer = (name for name in self._modules if name.endswith(f".{announced}"))
-            name = announced if announced in self._modules else next(longer, announced)
+            names = (name for name in self._modules if f".{name}".endswith(f".{announced}"))
+            name = min(names, key=len, default=announced)
             # The name of a stack of experts is the name of its parameter.
             module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
             result += [
@@ -224,7 +225,7 @@ class ModelObserver(ProductObserver):
                 for product in dict.fromkeys(products)
             ]
         visible = [f"{product.name}." for product in result]
-        for name in filter(self._called.__contains__, self._modules):
+        for name in self._called:
             module = self._modules[name]
             is_visible = any(product.startswith(f"{name}.") for product in visible)
             if matrices_of(module) and not is_visible and not isinstance(module, nn.Embedding):

@@ -48,7 +48,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     other_layouts = ("is_transposed", "has_bias", "has_post_expert_norm")
     for name, module in model.named_modules():
-        is_stacked = all(key in module._parameters for key in STACKS)
+        is_stacked = all(isinstance(getattr(module, key, None), nn.Parameter) for key in STACKS)
         has_other_layout = any(getattr(module, flag, False) for flag in other_layouts)
         if is_stacked and hasattr(module, "_apply_gate") and not has_other_layout:
             yield name, module

@@ -136,8 +136,10 @@ class Precision:
 
         Other fields are changed as `changed_by` requires for the options.
         """
-        applied = [changes for key, changes in self.changed_by.items() if getattr(settings, key)]
-        fields = {key: changes[key] for changes in applied for key in changes}
+        fields: dict[str, Any] = {}
+        for option, changes in self.changed_by.items():
+            if getattr(settings, option):
+                fields |= changes
         return replace(self, settings=settings, **fields)
 
     @property
