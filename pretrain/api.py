@@ -456,6 +456,7 @@ def parity(
     resolution = resolution_of(*(gradient.dtype for gradient in gradients.values()))
     tolerated = resolution * errors.square().mean().sqrt().item()
     norms = [gradient.float().norm() for gradient in gradients.values()]
+    tensors = judge(distances(gradients, expected), distances(noise, expected), resolution)
     result = Parity(
         failures=[],
         tokens=len(errors),
@@ -463,12 +464,10 @@ def parity(
         reference_loss=exact.loss.item(),
         loss_tolerated=tolerated,
         gradient_norm=math.hypot(*norms),
-        tensors=judge(distances(gradients, expected), distances(noise, expected), resolution),
+        tensors=tensors,
     )
     result.failures += too_far("loss", result.loss, result.reference_loss, tolerated)
-    result.failures += worst_of(
-        result.tensors, "gradients", "the model differs from plain transformers"
-    )
+    result.failures += worst_of(tensors, "gradients", "the model differs from plain transformers")
     return result
 
 

@@ -77,33 +77,35 @@ def audit_products(
         is_announced = name in fused or isinstance(module, GroupedExperts)
         decision = decisions.get(name, Decision(active.name))
         kind = type(module).__name__
-        effective, products, engine = _precision_in_torch(observed, is_announced), {}, "torch"
+        effective = _precision_in_torch(observed, is_announced)
+        requested = decision.requested
+        reason = decision.reason
+        engine = "torch"
+        products = {}
         if name in low:
-            engine = active.engine
             effective = _effective_in(active, observed)
-            products = {
-                product.gemm: f"{product.left} x {product.right}"
-                for product in _with_weight(observed)
-            }
-        entry: Entry = {
-            "name": name,
-            "module": f"fused {kind}" if name in fused else kind,
-            "requested": decision.requested,
-            "effective": effective,
-            "products": products,
-            "backend": engine,
-            "stored": dtype_name(weight.dtype),
-            "reason": decision.reason,
-        }
+            engine = active.engine
+            for product in _with_weight(observed):
+                products[product.gemm] = f"{product.left} x {product.right}"
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
             # stacked. These modules compute in the precision that transformers has implemented (on
             # a CPU, routers compute in FP32). So the observed precision is also reported as the
             # requested precision.
-            entry["requested"] = entry["effective"]
-            if active.precision.quantized and not decision.reason:
-                entry["reason"] = "not a linear layer; low precision replaces only linear layers"
+            requested = effective
+            if active.precision.quantized and not reason:
+                reason = "not a linear layer; low precision replaces only linear layers"
+        entry = {
+            "name": name,
+            "module": f"fused {kind}" if name in fused else kind,
+            "requested": requested,
+            "effective": effective,
+            "products": products,
+            "backend": engine,
+            "stored": dtype_name(weight.dtype),
+            "reason": reason,
+        }
         entries.append(entry)
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
@@ -221,17 +223,20 @@ def describe(
     products: the result of `audit_products`.
     """
     active = context.current
+    precision = active.precision
     engine = context.engine
+    computed_by = engine.describe() if engine else f"torch {torch.__version__}"
     head = hf.get_output_embeddings()
+    loss = {"kind": head.settings.kind, "chunk": head.chunk}
     return {
         "precision": active.requested,
-        "effective": active.precision.name,
+        "effective": precision.name,
         "reason": active.reason,
         "backend": active.engine,
-        "computes": active.precision.description,
-        "compute_dtype": active.precision.compute_dtype,
-        "computed_by": engine.describe() if engine else f"torch {torch.__version__}",
-        "loss": {"kind": head.settings.kind, "chunk": head.chunk},
+        "computes": precision.description,
+        "compute_dtype": precision.compute_dtype,
+        "computed_by": computed_by,
+        "loss": loss,
         "products": products,
     }
 
@@ -246,11 +251,12 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
     audited: the contents of audit.json.
     """
     attention = audited["attention"]["kind"].removeprefix("packed_")
+    compiled = audited["compiled"].replace("nothing", "off")
     settings = [
         f"attention: within each document ({attention})",
         f"gradient sums: {audited['gradients']}",
         f"fused kernels: {audited['fused']}",
-        f"torch.compile: {audited['compiled'].replace('nothing', 'off')}",
+        f"torch.compile: {compiled}",
     ]
     if audited["deterministic"] != "no":
         settings.append("deterministic")

@@ -251,12 +251,12 @@ def problem_of(
     for tensor in (a.values, b.values, a.bias, residual, total):
         if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT):
             return None
-    d_type = _BF16 if total is None else total.dtype
+    types = (a.dtype, b.dtype, _BF16 if total is None else total.dtype)
     return Problem(
         m,
         n,
         k,
-        (a.dtype, b.dtype, d_type),
+        types,
         transposed,
         is_fp8 and fast_accumulation,
         residual is not None,
