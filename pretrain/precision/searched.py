@@ -22,6 +22,7 @@ In cublasLt, each operand is marked as transposed or not. `a` is stored as [m, k
 transposed, else as [k, m]. `b` is stored as [k, n] if it is transposed, else as [n, k]. Before
 Blackwell, FP8 products require that `a` is transposed and `b` is not. The signatures and constants
 are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are the same in CUDA 12.
+nvmath-python calls cublasLt too, but it does not support blocks of 128 (docs/developers/log.md).
 """
 
 from __future__ import annotations
