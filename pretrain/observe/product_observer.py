@@ -2,7 +2,7 @@
 
 Products of torch are observed below autograd, by a dispatch mode. Products of Transformer Engine
 are observed at the one function of its C++ extension that computes GEMMs. Products of cublasLt are
-observed in pretrain/precision/searched.py, which calls cublasLt.
+observed in pretrain/precision/cublaslt.py, which calls cublasLt.
 
 The kind of each operand is recorded: its number format and its scaling. The kind of an operand of
 Transformer Engine is read from the operand. The emulation multiplies FP32 or BF16 values, so it

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.precision import grouped, searched
+from pretrain.precision import cublaslt, grouped
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
@@ -233,10 +233,10 @@ class TorchGemm(Gemm):
             if ends is not None:
                 return grouped.matmul(kind, left, right, ends).to(dtype or left.dtype)
             if kind == "forward":
-                return searched.linear(left, right, bias, residual)
+                return cublaslt.linear(left, right, bias, residual)
             if kind == "wgrad":
                 return (left.t() @ right).to(dtype)
-            dx = searched.multiply(right, left, layout="NN")
+            dx = cublaslt.multiply(right, left, layout="NN")
             return (left @ right if dx is None else dx).to(dtype)
 
     def accumulate(
@@ -250,7 +250,7 @@ class TorchGemm(Gemm):
     ) -> None:
         if ends is None:
             with watched(self.members, "wgrad"):
-                searched.add_product_(total, left.t(), right, overwrite=overwrite)
+                cublaslt.add_product_(total, left.t(), right, overwrite=overwrite)
         else:
             super().accumulate(total, left, right, overwrite=overwrite, ends=ends)
 

@@ -4,7 +4,7 @@ A module may have the name of a low-precision linear layer and still multiply in
 observer does not rely on the modules of a model. The code that multiplies encloses the product in
 the context `watched`, whose arguments state the layer and the kind of product. The observer reads
 the operands of the torch kernels that run inside the context, and replaces Transformer Engine's
-GEMM by a function that passes the operands on. `searched.multiply` passes the operands of its own
+GEMM by a function that passes the operands on. `cublaslt.multiply` passes the operands of its own
 products.
 """
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import InputError, one_line
-from pretrain.precision import grouped, searched
+from pretrain.precision import cublaslt, grouped
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
@@ -36,7 +36,7 @@ from pretrain.precision.settings import ActivePrecision
 # Map each direction to the key of its histories and scales in Transformer Engine's fp8_meta. The
 # directions are the same as in `delayed_state.PLACES` and in checkpoints.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-# Map each product to its layout, see `searched.multiply`, and to its name in Transformer Engine's
+# Map each product to its layout, see `cublaslt.multiply`, and to its name in Transformer Engine's
 # recipes.
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}
 # Prefixes of the environment variables that change the codes or scales of Transformer Engine.
@@ -237,7 +237,7 @@ class TransformerEngineGemm(Gemm):
         if dtype == torch.bfloat16:
             fast = not split_accumulator(self.engine.te_recipe, "fprop")
             with watched(self.members, kind):
-                y = searched.multiply(
+                y = cublaslt.multiply(
                     right, left, fast_accumulation=fast, bias=bias, residual=residual
                 )
             if y is not None:

@@ -38,9 +38,9 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
+from pretrain.precision.cublaslt import add_product_, linear
 from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import LinearState, PrecisionContext, SingleWeightPass, in_dtype
-from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.overrides import overridden
 from pretrain.model.fused.arithmetic import StackedPass, TransformerEngineArithmetic
-from pretrain.precision import searched
+from pretrain.precision import cublaslt
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
 
@@ -85,7 +85,7 @@ def changing_gemms(
 
     def make(run: SmallRun, patch: Patch) -> None:
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-        for module, name in ((extensions, "general_gemm"), (searched, "multiply")):
+        for module, name in ((extensions, "general_gemm"), (cublaslt, "multiply")):
             patch.setattr(module, name, changed(getattr(module, name)))
 
     return make

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.precision import searched
+from pretrain.precision import cublaslt
+from pretrain.precision.cublaslt import Products, add_product_, products_on
 from pretrain.precision.product import Probe
-from pretrain.precision.searched import Products, add_product_, products_on
 from tests.gpu.conftest import relative_error
 from tests.gpu.test_fused_gpu import assemble, larger
 from tests.pretrain.model.fused.fused_models import inputs
@@ -36,7 +36,7 @@ ROUNDING = 0.01
 @pytest.fixture(autouse=True)
 def forget_searched_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the searched algorithms. The GEMM makes torch load cuBLASLt."""
-    monkeypatch.setattr(searched, "CACHE", tmp_path)
+    monkeypatch.setattr(cublaslt, "CACHE", tmp_path)
     products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)
 
@@ -81,7 +81,7 @@ def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool, biased: bool)
     expected = rows.float() @ matrix.float() + (residual.float() if adds else 0)
     expected = expected if bias is None else expected + bias.float()
     for _ in range(2):  # The first call searches an algorithm, the second uses it.
-        y = searched.multiply(left, right, layout=layout, bias=bias, residual=residual)
+        y = cublaslt.multiply(left, right, layout=layout, bias=bias, residual=residual)
         assert y is not None
         assert y.shape == (N, M)
         assert relative_error(y, expected) < ROUNDING
@@ -94,9 +94,9 @@ def test_a_transposed_view_is_multiplied_as_it_is_stored():
     x, dy = draw(N, K), draw(N, M, seed=1)
     stored = draw(K, M, seed=2)
     weight = stored.t()
-    y = searched.multiply(weight, x)
+    y = cublaslt.multiply(weight, x)
     assert relative_error(y, x.float() @ stored.float()) < ROUNDING
-    dx = searched.multiply(weight, dy, layout="NN")
+    dx = cublaslt.multiply(weight, dy, layout="NN")
     assert relative_error(dx, dy.float() @ stored.float().t()) < ROUNDING
     total = torch.zeros(K, M, device="cuda")
     for _ in range(2):
@@ -110,16 +110,16 @@ def test_a_cached_algorithm_is_used_without_trials(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = draw(M, K), draw(N, K, seed=1)
-    multiply = partial(searched.multiply, left, right, bias=draw(M, seed=2) if biased else None)
+    multiply = partial(cublaslt.multiply, left, right, bias=draw(M, seed=2) if biased else None)
     searched_y = multiply()
     (cached,) = filter(Path.is_file, tmp_path.rglob("*"))
     assert len(cached.read_bytes()) == 64
     products_on.cache_clear()
-    monkeypatch.setattr(searched, "same_as_first", None)
+    monkeypatch.setattr(cublaslt, "same_as_first", None)
     assert torch.equal(multiply(), searched_y)
     # A file that was not written completely is ignored.
     monkeypatch.undo()
-    monkeypatch.setattr(searched, "CACHE", tmp_path)
+    monkeypatch.setattr(cublaslt, "CACHE", tmp_path)
     cached.write_bytes(b"")
     products_on.cache_clear()
     assert torch.equal(multiply(), searched_y)
@@ -140,7 +140,7 @@ def test_an_fp8_gemm_equals_the_gemm_of_decoded_operands(
     bias = 10 * draw(M, seed=3) if biased else None
     expected = b @ a.t() + (residual.float() if adds else 0)
     expected = expected if bias is None else expected + bias.float()
-    y = searched.multiply(left, right, fast_accumulation=fast, bias=bias, residual=residual)
+    y = cublaslt.multiply(left, right, fast_accumulation=fast, bias=bias, residual=residual)
     assert y is not None
     assert relative_error(y, expected) < ROUNDING
     from transformer_engine.pytorch.cpp_extensions import general_gemm
@@ -173,10 +173,10 @@ def test_a_block_scaled_gemm_equals_transformer_engines(adds: bool):
     if residual is not None:
         expected = expected + residual
     for _ in range(2):  # The first call searches an algorithm, the second uses it.
-        y = searched.multiply(weight, x, residual=residual)
+        y = cublaslt.multiply(weight, x, residual=residual)
         assert y is not None
         assert relative_error(y, expected) < ROUNDING
-    assert searched.multiply(weight, weight) is None
+    assert cublaslt.multiply(weight, weight) is None
 
 
 def test_scales_may_change_between_calls():
@@ -185,10 +185,10 @@ def test_scales_may_change_between_calls():
     for factor in (1.0, 4.0, 0.5):
         left._scale_inv = left._scale_inv * factor  # another tensor
         expected = expected * factor
-        assert relative_error(searched.multiply(left, right), expected) < ROUNDING
+        assert relative_error(cublaslt.multiply(left, right), expected) < ROUNDING
         right._scale_inv.mul_(2)  # another value in the same tensor
         expected = expected * 2
-        assert relative_error(searched.multiply(left, right), expected) < ROUNDING
+        assert relative_error(cublaslt.multiply(left, right), expected) < ROUNDING
     assert len(products_of_this_gpu().chosen) == 1
 
 
@@ -202,12 +202,12 @@ def test_weight_gradients_accumulate_in_fp32_during_a_search(monkeypatch: pytest
     total = torch.zeros(N, M, device="cuda")
     expected = dy.double().t() @ x.double()
     for count in (1, 2):
-        assert searched.multiply(x, dy, layout="NT", total=total) is total
+        assert cublaslt.multiply(x, dy, layout="NT", total=total) is total
         assert relative_error(total.double(), count * expected) < 1e-5
     assert len(products_of_this_gpu().chosen) == 1
     for by_torch in (False, True):
         if by_torch:
-            monkeypatch.setattr(searched, "multiply", lambda *_, **__: None)
+            monkeypatch.setattr(cublaslt, "multiply", lambda *_, **__: None)
         products_on.cache_clear()
         total = torch.full((N, M), torch.nan, device="cuda")
         add_product_(total, dy.t(), x, overwrite=True)
@@ -225,11 +225,11 @@ def test_every_searched_algorithm_has_the_same_bits(best: int, monkeypatch: pyte
     results = []
     for number in (0, best):
         monkeypatch.setattr(
-            searched, "fastest", lambda times, number=number: min(number, len(times) - 1)
+            cublaslt, "fastest", lambda times, number=number: min(number, len(times) - 1)
         )
         products_on.cache_clear()
         results.append(
-            [searched.multiply(weight, x), searched.multiply(weight, x, residual=residual)]
+            [cublaslt.multiply(weight, x), cublaslt.multiply(weight, x, residual=residual)]
         )
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
@@ -241,8 +241,8 @@ def test_every_searched_algorithm_has_the_same_bits(best: int, monkeypatch: pyte
 def test_deterministic_runs_do_not_search():
     x = draw(N, K)
     weight = draw(M, K, seed=1)
-    assert searched.multiply(weight, x) is None
-    assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
+    assert cublaslt.multiply(weight, x) is None
+    assert torch.equal(cublaslt.linear(x, weight), F.linear(x, weight))
     assert products_on.cache_info().currsize == 0
 
 
@@ -259,14 +259,14 @@ def test_gemms_add_residuals_unless_results_are_observed(
     packed = assemble(larger("llama"), precision, fused=True)
     # For each GEMM, whether it added a residual.
     residuals: list[bool] = []
-    multiply = searched.multiply
+    multiply = cublaslt.multiply
 
     def counted(*operands: Any, residual: Tensor | None = None, **options: Any) -> Tensor | None:
         y = multiply(*operands, residual=residual, **options)
         residuals.append(residual is not None and y is not None)
         return y
 
-    monkeypatch.setattr(searched, "multiply", counted)
+    monkeypatch.setattr(cublaslt, "multiply", counted)
     batch = inputs(packs=4, seed=0, device="cuda", length=256)
     loss = packed(**batch)
     assert sum(residuals) == 2 * len(packed.fused.layers)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.precision import searched
-from pretrain.precision.searched import (
+from pretrain.precision import cublaslt
+from pretrain.precision.cublaslt import (
     ALIGNMENT,
     CublasLtError,
     Factor,
@@ -108,9 +108,9 @@ def test_cpu_tensors_are_multiplied_by_torch():
     weight = aligned(64, 16).normal_()
     residual = aligned(32, 64).normal_()
     before = residual.clone()
-    assert searched.multiply(weight, x) is None
-    assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
-    assert torch.equal(searched.linear(x, weight, None, residual), F.linear(x, weight) + before)
+    assert cublaslt.multiply(weight, x) is None
+    assert torch.equal(cublaslt.linear(x, weight), F.linear(x, weight))
+    assert torch.equal(cublaslt.linear(x, weight, None, residual), F.linear(x, weight) + before)
     assert torch.equal(residual, before)
 
 
@@ -144,7 +144,7 @@ def test_a_user_without_a_home_folder_has_a_cache_file(monkeypatch: pytest.Monke
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     problem = Problem(16, 16, 16, (BF16, BF16, BF16), (True, False), False, False)
-    assert searched.cache_file((1,), problem) != searched.cache_file((2,), problem)
+    assert cublaslt.cache_file((1,), problem) != cublaslt.cache_file((2,), problem)
 
 
 @pytest.mark.parametrize("empty", [0.0, -0.0, 1.5])
