@@ -107,33 +107,44 @@ class ExactAdamW(torch.optim.Optimizer):
         If the state does not fit into memory, the run then fails at its start. A checkpoint can be
         loaded into the allocated tensors.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter)
+        for parameter in parameters_of(self):
+            self._state_of(parameter)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter. Allocate the state at the first call."""
         state = self.state[parameter]
-        if not state:
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
-                raise InputError(
-                    f"AdamW updates FP32 and BF16 weights, but a weight is {parameter.dtype}; "
-                    "cast the model before the optimizer is created"
-                )
-            is_bf16 = parameter.dtype == torch.bfloat16
-            default = torch.bfloat16 if is_bf16 and not self.exact else torch.float32
-            dtypes = dict.fromkeys(self.moments_of(parameter), self.moments or default)
-            if is_bf16 and self.exact:
-                dtypes["remainder"] = torch.int16
-            part = local_part(parameter)
-            on_gpu = part.is_cuda and part.numel() > 0
-            state["step"] = torch.zeros(())
-            for name, dtype in dtypes.items():
-                zeros_like = (
-                    pinned_zeros_like if on_gpu and name in self.offload else torch.zeros_like
-                )
-                state[name] = zeros_like(parameter, dtype=dtype)
+        if state:
+            return state
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise InputError(
+                f"AdamW updates FP32 and BF16 weights, but a weight is {parameter.dtype}; "
+                "cast the model before the optimizer is created"
+            )
+        default = torch.float32 if self.exact else parameter.dtype
+        dtypes = dict.fromkeys(self.moments_of(parameter), self.moments or default)
+        if self.exact and parameter.dtype == torch.bfloat16:
+            dtypes["remainder"] = torch.int16
+        part = local_part(parameter)
+        offload = self.offload if part.is_cuda and part.numel() else ()
+        state["step"] = torch.zeros(())
+        for name, dtype in dtypes.items():
+            zeros_like = pinned_zeros_like if name in offload else torch.zeros_like
+            state[name] = zeros_like(parameter, dtype=dtype)
         return state
+
+    def tensors_of(self, parameter: Tensor, gradient: Tensor) -> ParameterTensors:
+        """Return the local tensors of a parameter for an update.
+
+        gradient: the local gradient, or the direction of the update if the state has no moments.
+        """
+        state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
+        return ParameterTensors(
+            weight=local_part(parameter),
+            remainder=state.get("remainder"),
+            gradient=gradient,
+            exp_avg=state.get("exp_avg"),
+            exp_avg_sq=state.get("exp_avg_sq"),
+        )
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
@@ -157,13 +168,11 @@ class ExactAdamW(torch.optim.Optimizer):
         """
         super().load_state_dict({**state_dict, "state": {}})
         # torch numbers the parameters of all groups in their order.
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self)
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            saved_kinds, kinds = (
-                {key: (tensor.dtype, *tensor.shape) for key, tensor in tensors.items()}
-                for tensors in (saved, state)
-            )
+            saved_kinds = _kinds(saved)
+            kinds = _kinds(state)
             if saved_kinds != kinds:
                 raise InputError(
                     f"the saved state of the optimizer has {saved_kinds}, but this optimizer needs "
@@ -205,27 +214,11 @@ class ExactAdamW(torch.optim.Optimizer):
                 gradient = gradient_of(parameter)
                 if gradient is None:
                     continue
-                state = self._state_of(parameter)
-                steps.append(state["step"])
-                beta1, beta2 = group["betas"]
-                hyper = Hyperparameters(
-                    learning_rate=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=group["eps"],
-                    step=int(state["step"]) + 1,
-                )
-                remainder = state.get("remainder")
-                tensors = ParameterTensors(
-                    weight=local_part(parameter),
-                    remainder=None if remainder is None else local_part(remainder),
-                    gradient=local_part(gradient.contiguous()),
-                    exp_avg=local_part(state["exp_avg"]),
-                    exp_avg_sq=local_part(state["exp_avg_sq"]),
-                )
+                step = self._state_of(parameter)["step"]
+                steps.append(step)
+                tensors = self.tensors_of(parameter, local_part(gradient.contiguous()))
                 if tensors.weight.numel():  # 0 if this process has no part of a sharded parameter
-                    updates.append((tensors, hyper))
+                    updates.append((tensors, _hyperparameters(group, int(step) + 1)))
         update_all: Callable[[], Tensor]
         if self.offload and updates and updates[0][0].weight.is_cuda:
             update_all = partial(
@@ -238,13 +231,21 @@ class ExactAdamW(torch.optim.Optimizer):
             update_all = prepare_updates(updates, clip_coefficient)
 
         def update() -> None:
-            lost = update_all()
+            self.frozen_counts = with_count(update_all(), updates)
             if steps:
                 torch._foreach_add_(steps, 1)
-            count = sum(tensors.weight.numel() for tensors, _ in updates)
-            self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
 
         return update
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of `optimizer`, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _kinds(state: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Map the name of each tensor to its dtype and sizes."""
+    return {name: (tensor.dtype, *tensor.shape) for name, tensor in state.items()}
 
 
 # ── The update ──
@@ -258,11 +259,11 @@ class Hyperparameters(NamedTuple):
 
     learning_rate: float
     weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
     # Number of this update, starting at 1.
-    step: int
+    step: int = 1
     # Factor of the learning rate, but not of weight decay.
     scale: float = 1.0
 
@@ -297,6 +298,18 @@ class ParameterTensors(NamedTuple):
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
+
+
+def _hyperparameters(group: Mapping[str, Any], step: int) -> Hyperparameters:
+    """Return the hyperparameters of update number `step` of the parameters of a group."""
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
+
+
+def with_count(lost: Tensor, updates: Sequence[Update]) -> Tensor:
+    """Return `ExactAdamW.frozen_counts` of `updates`, of which the scalar `lost` are lost."""
+    count = sum(tensors.weight.numel() for tensors, _ in updates)
+    return torch.stack([lost, torch.full_like(lost, count)])
 
 
 def prepare_updates(
@@ -345,29 +358,26 @@ def _update(
     for bit. BF16 moments and BF16 weights without remainder are rounded once, when they are stored.
     The Triton kernel computes the same operations and rounds at the same places.
     """
-    weight = tensors.weight
-    remainder = tensors.remainder
+    weight, remainder, gradient, exp_avg, exp_avg_sq = tensors
     before = master_of(weight, remainder)
-    gradient = tensors.gradient.float()
+    gradient = gradient.float()
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
-    master = before.clone()
     direction = gradient
-    if hyper.weight_decay != 0:
-        master.mul_(hyper.decay)
-    if tensors.exp_avg is None or tensors.exp_avg_sq is None:
+    master = before * hyper.decay
+    if exp_avg is None or exp_avg_sq is None:
         master.add_(direction, alpha=-hyper.step_size)
     else:
         # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
-        direction = tensors.exp_avg.float()
-        exp_avg_sq = tensors.exp_avg_sq.float()
+        direction = exp_avg.float()
+        square = exp_avg_sq.float()
         direction.lerp_(gradient, 1 - hyper.beta1)
-        exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-        denominator = exp_avg_sq.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
+        square.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+        denominator = square.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
         master.addcdiv_(direction, denominator, value=-hyper.step_size)
         # This changes nothing if the moments are FP32.
-        tensors.exp_avg.copy_(direction)
-        tensors.exp_avg_sq.copy_(exp_avg_sq)
+        exp_avg.copy_(direction)
+        exp_avg_sq.copy_(square)
 
     if remainder is None:
         rounded = master.to(weight.dtype)
@@ -421,15 +431,11 @@ def groups_of(model: nn.Module, excluded: Container[nn.Parameter] = ()) -> list[
     Weight decay applies to matrices and embeddings, but not to norms and biases. The weights of a
     norm may be a matrix too, with a row for each head.
     """
-    matrices = {
-        parameter
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-        and parameter.dim() >= 2
-        and not key.endswith("bias")
-        and not is_norm(module)
-    }
+    matrices = set()
+    for module in model.modules():
+        if not is_norm(module):
+            of_module = module.named_parameters(recurse=False)
+            matrices |= {p for key, p in of_module if p.dim() >= 2 and not key.endswith("bias")}
     trained = [p for p in model.parameters() if p.requires_grad and p not in excluded]
     decayed = [parameter for parameter in trained if parameter in matrices]
     not_decayed = [parameter for parameter in trained if parameter not in matrices]
@@ -452,13 +458,14 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
 
 def options_of(settings: OptimizerSettings, *, exact: bool) -> dict[str, Any]:
     """Return the arguments of `ExactAdamW` that follow from the settings of a run."""
+    moments = getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None
     return {
         "lr": settings.learning_rate,
         "betas": settings.betas,
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "exact": exact,
-        "moments": getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
+        "moments": moments,
         "offload": OFFLOADED[settings.offload],
     }
 
@@ -507,9 +514,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
     Main gradients are cleared in place. The memory of all other gradients is freed.
     """
     model.discard_partial_gradients()
-    clear_main_gradients(
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
+    clear_main_gradients(parameters_of(optimizer))
     optimizer.zero_grad()
 
 
@@ -522,8 +527,7 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{key}/{names[parameter]}": tensor
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in parameters_of(optimizer)
         for key, tensor in optimizer.state[parameter].items()
         if key != "step"
     }

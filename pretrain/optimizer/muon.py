@@ -20,8 +20,9 @@ are sharded, all processes gather the direction first.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, cast
@@ -37,10 +38,10 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer.adamw import (
     ExactAdamW,
     Hyperparameters,
-    ParameterTensors,
     groups_of,
     options_of,
     prepare_updates,
+    with_count,
 )
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.product import LowPrecisionLinear
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 # Name of Muon's moment in the state of a parameter.
 MOMENTUM = "momentum"
+# Value of `Hidden.inputs` for a parameter whose layout is not known.
+UNKNOWN = -1
 # Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵.
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -102,9 +105,10 @@ class Hidden:
 
     @property
     def cost(self) -> float:
-        """Return the FLOPs of the orthogonalization."""
-        matrices, short, long = self.shape[0], *sorted(self.shape[1:])
-        return matrices * STEPS * (4.0 * short**2 * long + 2.0 * short**3)
+        """Return the FLOPs of a Newton-Schulz step."""
+        matrices, *sides = self.shape
+        short, long = sorted(sides)
+        return matrices * short**2 * (4.0 * long + 2.0 * short)
 
 
 def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
@@ -113,43 +117,44 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     `hf` may be on the meta device, converted and sharded. Raises InputError if queries, keys and
     values, or experts, are stacked in an unknown layout, or if there is no matrix.
     """
-    # Map the name of each weight to the weight and the dimension of its inputs. Experts in another
-    # layout than the usual one keep -1. Convolutions of single channels are no matrices.
-    weights: dict[str, tuple[Any, int]] = {
-        name: (parameter, -1)
+    # Map the name of each weight to the weight as one matrix. Experts in another layout than the
+    # usual one keep the dimension UNKNOWN. Convolutions of single channels are no matrices.
+    weights = {
+        name: Hidden(parameter, UNKNOWN)
         for name, parameter in hf.named_parameters()
         if parameter.dim() == 3 and min(parameter.shape) > 1
-    } | {
-        f"{name}.{key}": (module.get_parameter(key), 2)
-        for name, module in stacked_experts(hf)
-        for key in STACKS
     }
+    for name, module in stacked_experts(hf):
+        weights |= {f"{name}.{key}": Hidden(module.get_parameter(key), 2) for key in STACKS}
     for layer_name, layer in decoder_layers(hf).items():
         for name, module in layer.named_modules(prefix=layer_name):
             is_router = any(is_called(name, pattern) for pattern in ROUTERS)
             if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router:
-                weights[name] = (module.weight, 0 if is_transposed(module) else 1)
-    # Map the name of each module to its own weights, as [outputs, inputs].
-    sizes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, (weight, inputs) in weights.items():
-        sizes.setdefault(name.rpartition(".")[0], {})[name] = Hidden(weight, inputs).shape[1:]
+                weights[name] = Hidden(module.weight, 0 if is_transposed(module) else 1)
+    # Map the name of each module to its own weights, as (outputs, inputs).
+    sizes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, item in weights.items():
+        sizes[_module_of(name)][name] = item.shape[1:]
     hidden = []
-    for name, (weight, inputs) in weights.items():
-        module_name = name.rpartition(".")[0]
+    for name, item in weights.items():
+        module_name = _module_of(name)
         stacked = stacked_in(name, sizes[module_name])
-        is_attention = hasattr(hf.get_submodule(module_name), "layer_idx")
-        # GPT-2 stacks queries, keys and values in a transposed weight. Other models stack them by
-        # heads.
-        known_stacks = (1,) if is_attention else (1, 2)
-        if inputs == 0:
-            known_stacks = (1, 3)
-        if inputs == -1 or stacked not in known_stacks:
+        if item.inputs == 0:
+            # GPT-2 stacks queries, keys and values.
+            known_stacks = {1, 3}
+        elif hasattr(hf.get_submodule(module_name), "layer_idx"):
+            # Other attention layers stack queries, keys and values by heads.
+            known_stacks = {1}
+        else:
+            known_stacks = {1, 2}
+        if item.inputs == UNKNOWN or stacked not in known_stacks:
             raise InputError(
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"
             )
-        if weight.requires_grad and min(weight.shape[-2:]) > 1:
-            hidden.append(Hidden(weight, inputs, int(stacked)))
+        parameter = item.parameter
+        if parameter.requires_grad and min(parameter.shape[-2:]) > 1:
+            hidden.append(replace(item, stacked=int(stacked)))
     if not hidden:
         raise InputError(
             f"`optimizer.name: muon`: {type(hf).__name__} has no decoder layers with matrices that "
@@ -158,12 +163,18 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     return hidden
 
 
+def _module_of(name: str) -> str:
+    """Return the name of the module that owns the weight `name`."""
+    return name.rpartition(".")[0]
+
+
 def stacked_in(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
     """Return the number of matrices that are stacked along the outputs of a weight, at least 1.
 
-    A module multiplies its inputs by a first matrix, and the result by a last matrix, which leads
-    back to the number of inputs. So each matrix of the first weight has at most as many outputs as
-    the last matrix has inputs. The result is not an integer if the matrices are of different sizes.
+    For example, an MLP has a weight [2 x 64, 16] and a second weight [16, 64]. The second weight
+    maps the 64 outputs of a matrix back to the 16 inputs, so the first weight contains 128 / 64 = 2
+    matrices: gate and up. The result is 1 if no other weight of the module leads back to the inputs
+    of this weight. It is not an integer if the matrices have different sizes.
 
     name: the name of the weight.
     sizes: map the name of each weight of the same module to (outputs, inputs).
@@ -292,25 +303,16 @@ class Muon(ExactAdamW):
             if own_rank in matrices:
                 matrices[own_rank] = orthogonalize(matrices[own_rank]).contiguous()
             for rank, batch in batches.items():
+                updates = matrices[rank]
                 if dist.is_initialized():
-                    dist.broadcast(matrices[rank], src=rank)
-                hyper = Hyperparameters(
-                    learning_rate=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    beta1=0,
-                    beta2=0,
-                    eps=0,
-                    step=1,
-                    scale=SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:]),
-                )
-                norms.append(
-                    hyper.scale * torch.linalg.vector_norm(matrices[rank], dtype=torch.float32)
-                )
-                self._apply(batch, matrices[rank], hyper)
-        self.figures = {
-            "muon_update_rms": torch.linalg.vector_norm(torch.stack(norms))
-            / math.sqrt(sum(map(torch.numel, self.hidden)))
-        }
+                    dist.broadcast(updates, src=rank)
+                scale = SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:])
+                hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
+                norms.append(scale * torch.linalg.vector_norm(updates, dtype=torch.float32))
+                self._apply(batch, updates, hyper)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        values = sum(map(torch.numel, self.hidden))
+        self.figures = {"muon_update_rms": norm / math.sqrt(values)}
 
     def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
         """Update the momentum, and return the direction as matrices over all shards, BF16."""
@@ -332,34 +334,22 @@ class Muon(ExactAdamW):
 
         updates: The orthogonalized directions of all matrices in the batch.
         """
-        parts = []
+        pending = []
         by_parameter = updates.split([item.shape[0] for item in batch])
         for item, matrices in zip(batch, by_parameter, strict=True):
             parameter = item.parameter
             update = item.join(matrices).contiguous()
             if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
                 # Without `src_data_rank`, nothing is sent.
-                update = local_part(
-                    distribute_tensor(
-                        update, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
-                )
-            remainder = self.state[parameter].get("remainder")
-            parts.append(
-                ParameterTensors(
-                    weight=local_part(parameter),
-                    remainder=None if remainder is None else local_part(remainder),
-                    gradient=update,
-                    exp_avg=None,
-                    exp_avg_sq=None,
-                )
-            )
-        pending = [(tensors, hyper) for tensors in parts if tensors.weight.numel()]
+                update = distribute_tensor(update, mesh, parameter.placements, src_data_rank=None)
+            tensors = self.tensors_of(parameter, local_part(update))
+            if tensors.weight.numel():
+                pending.append((tensors, hyper))
         if pending:
-            lost = prepare_updates(pending, None)()
-            count = torch.full_like(lost, sum(tensors.weight.numel() for tensors, _ in pending))
+            counts = with_count(prepare_updates(pending, None)(), pending)
             # The counts are on the host if AdamW has updated nothing on this process.
-            self.frozen_counts = self.frozen_counts.to(lost.device) + torch.stack([lost, count])
+            self.frozen_counts = self.frozen_counts.to(counts.device) + counts
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:
