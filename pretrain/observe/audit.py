@@ -28,9 +28,9 @@ from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.sharding import Sharding
+from pretrain.observe.history_check import watching_histories
 from pretrain.observe.model_audit import ModelObserver, matrices_of
 from pretrain.observe.observers import Observer, Step
-from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
 from pretrain.precision.observed import OPERANDS, dtype_name
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext

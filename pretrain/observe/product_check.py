@@ -5,9 +5,6 @@ unquantized operands, and from the same operands after our plain quantizer has q
 error of a result is its difference from the exact result. The run's error must have about the same
 norm and direction as our quantizer's error (docs/developers/verification.md). A mistake in a
 quantizer that the run and the check share is found by pretrain/verify/reference_quantizer.py.
-
-Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
-be computed from these histories.
 """
 
 from __future__ import annotations
@@ -15,20 +12,18 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.overrides import overridden
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Along, OptionValues, Role
+from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
@@ -58,12 +53,6 @@ LEAST_LIKENESS = 0.5
 # The largest allowed component of an error along the bias, as a share of the bias. The component is
 # 1 if the bias is missing or added twice.
 BIAS_LEEWAY = 0.5
-# Relative tolerance of an amax. A library may compute it from the output of a normalization before
-# this output is rounded to BF16.
-AMAX_TOLERANCE = 2.0**-6
-# Relative tolerance of a scale. Our code divides by the amax, and a library may multiply by the
-# reciprocal of the amax instead.
-SCALE_TOLERANCE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -104,34 +93,37 @@ def judge_product(
 
     Waits for the device.
     """
-    rounding = _judge_rounding(name, exact, error, plain)
+    norm = exact.norm(dtype=torch.float64)
+    # The relative error of a product that should be zero is infinite or zero.
+    size = excess = math.inf if error.any() else 0.0
+    if norm:
+        errors = torch.stack([error, *plain]).double() / norm
+        size = errors[0].norm().item()
+        excess = _judge_rounding(errors)
     along_bias = ((error - plain[0]).mean(0) * bias).sum().abs()
     allowed = (BIAS_LEEWAY * bias.square().sum()).clamp(min=1e-30)
-    return Compared.of(name, rounding.error, max(rounding.excess, (along_bias / allowed).item()))
+    return Compared.of(name, size, max(excess, (along_bias / allowed).item()))
 
 
-def _judge_rounding(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared:
-    """Return the result of `judge_product` without a bias."""
-    norm = exact.norm(dtype=torch.float64)
-    if not norm:
-        # The relative error of a product that should be zero is infinite or zero.
-        size = math.inf if error.any() else 0.0
-        return Compared.of(name, size, size)
-    error, *plain = (values.double() / norm for values in (error, *plain))
-    size = error.norm().item()
-    sizes = [values.norm().item() for values in plain]
-    excess = size / (LEEWAY * max(sizes) + ORDER_OF_SUMS)
+def _judge_rounding(errors: Tensor) -> float:
+    """Return the excess of the run's error in a product without a bias.
+
+    errors: the run's error, followed by those of the plain quantizer, [1 + draws, rows, columns].
+        The unit is the norm of the exact product.
+    """
+    size, *plain_sizes = errors.flatten(1).norm(dim=1).tolist()
+    too_large = size / (LEEWAY * max(plain_sizes) + ORDER_OF_SUMS)
     # Differences in the order of sums would make the directions of such small errors differ.
-    is_small = min(sizes) <= 8 * ORDER_OF_SUMS
-    if len(plain) > 1:
-        of_draws = _judge_draws(torch.stack([error, *plain]))
-        return Compared.of(name, size, min(excess, of_draws) if is_small else of_draws)
+    is_small = min(plain_sizes) <= 8 * ORDER_OF_SUMS
+    if len(plain_sizes) > 1:
+        excess = _judge_draws(errors)
+        return min(too_large, excess) if is_small else excess
     if is_small:
-        return Compared.of(name, size, excess)
-    too_small = (sizes[0] - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
-    cosine = F.cosine_similarity(error.flatten(), plain[0].flatten(), dim=0, eps=1e-100)
-    too_different = LEAST_LIKENESS / cosine.item() if cosine > 0 else math.inf
-    return Compared.of(name, size, max(excess, too_small, too_different))
+        return too_large
+    too_small = (plain_sizes[0] - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
+    cosine = F.cosine_similarity(*errors.flatten(1), dim=0, eps=1e-100).item()
+    too_different = LEAST_LIKENESS / cosine if cosine > 0 else math.inf
+    return max(too_large, too_small, too_different)
 
 
 def _judge_draws(errors: Tensor) -> float:
@@ -151,19 +143,24 @@ def _judge_draws(errors: Tensor) -> float:
         [1 + draws, rows, columns]. The rows are rows of the operand that is rounded stochastically:
         tokens in dgrad, and output features in wgrad.
     """
-    errors = errors[:, errors.square().sum((0, 2)) != 0]
-    errors = errors / errors.square().sum(2, keepdim=True).mean(0, keepdim=True).sqrt()
-    squares = errors.square().sum(2)
+    draws = len(errors)
+    # Inner products of the errors of each row, [rows, 1 + draws, 1 + draws].
+    products = torch.einsum("drc,erc->rde", errors, errors)
+    mean_square = products.diagonal(dim1=1, dim2=2).mean(1)
+    is_used = mean_square != 0
+    products = products[is_used] / mean_square[is_used, None, None]
+    squares = products.diagonal(dim1=1, dim2=2)
+    difference = (squares[:, 0].mean() - 1).item()
     # Mean inner product of each error with all other errors.
-    inner = (errors * (errors.sum(0) - errors)).sum(2) / (len(errors) - 1)
-    among_plain = (inner.sum() - 2 * inner[0].sum()) / (len(errors) - 2)
-    missing = among_plain - inner[0].sum()
+    inner = (products.sum(2) - squares) / (draws - 1)
+    of_run = inner[:, 0].sum()
+    among_plain = (inner.sum() - 2 * of_run) / (draws - 2)
     allowed = (1 - LEAST_LIKENESS) * among_plain.clamp(min=1e-100)
-    difference = (squares[0].mean() - 1).item()
-    return max(
-        min(abs(difference) / ROW_LEEWAY, _surprise(squares if difference > 0 else -squares)),
-        min((missing / allowed).item(), _surprise(-inner)),
+    missing = ((among_plain - of_run) / allowed).item()
+    wrong_size = min(
+        abs(difference) / ROW_LEEWAY, _surprise(squares if difference > 0 else -squares)
     )
+    return max(wrong_size, min(missing, _surprise(-inner)))
 
 
 def _surprise(statistic: Tensor) -> float:
@@ -171,21 +168,21 @@ def _surprise(statistic: Tensor) -> float:
 
     Rows are rounded independently. If the run rounds correctly, then in each row, its value is a
     random choice from the values of all draws, because the draws have the same distribution. With
-    c[d, r] for the difference of draw d in row r from the mean of the row, t for the first draw's
+    c[r, d] for the difference of draw d in row r from the mean of the row, t for the first draw's
     sum of differences, and any positive rate, Chernoff's inequality bounds the probability of a sum
     of at least t: it is at most exp(-rate * t), times the product over r of the mean over d of
-    exp(rate * c[d, r]). So the bound holds for every distribution of the values, and for every
+    exp(rate * c[r, d]). So the bound holds for every distribution of the values, and for every
     number of rows. The rate used is the best one if the sum is normally distributed: t, divided by
     the variance of the sum.
 
     Return the logarithm of the bound, divided by the logarithm of FALSE_ALARM.
 
-    statistic: a value for each draw and row, [draws, rows]. Values are of the order of 1.
+    statistic: a value for each row and draw, [rows, draws]. Values are of the order of 1.
     """
-    centered = statistic - statistic.mean(0)
-    total = centered[0].sum().clamp(min=0)
-    rate = total / centered.square().mean(0).sum().clamp(min=1e-100)
-    bound = (rate * centered).exp().mean(0).log().sum() - rate * total
+    centered = statistic - statistic.mean(1, keepdim=True)
+    total = centered[:, 0].sum().clamp(min=0)
+    rate = total / centered.square().mean(1).sum().clamp(min=1e-100)
+    bound = (rate * centered).exp().mean(1).log().sum() - rate * total
     return bound.item() / math.log(FALSE_ALARM)
 
 
@@ -204,6 +201,11 @@ class _Sample(NamedTuple):
     # Indices of the operand's rows in the sample. If the sample was taken from the transposed
     # operand, they are indices of the operand's columns.
     rows: Tensor | slice
+
+
+def largest_magnitude(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude in a tensor, an FP32 scalar, without a copy of the tensor."""
+    return torch.linalg.vector_norm(tensor, math.inf).float()
 
 
 # Map the axis of the sum to a sample of an operand. An expert without tokens has an empty dict.
@@ -278,19 +280,20 @@ class ProductCheck(Probe):
         """Return the samples of `part`, the rows of one expert in the operand `tensor`."""
         if not len(part):
             return {}
-        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
-        amax = torch.linalg.vector_norm(tensor, math.inf).float()
         scale = of_operand(self._state, name, role, "scale") if self._state else None
         rows = _slice_of(name, len(part)) if role == "weight" else token_rows(part)
         columns = _slice_of(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
         of_columns = part[:, columns].clone().t()
+        amax = largest_magnitude(tensor)
         features = _Sample(of_rows, of_rows, amax, scale, rows)
+        transformed = of_columns
         transform = self._precision.transform(role)
-        if transform is not None and self._precision.tensor_scaled:
-            amax = transform(tensor.t()).abs().amax().float()
-        transformed = of_columns if transform is None else transform(of_columns)
+        if transform is not None:
+            transformed = transform(of_columns)
+            if self._precision.tensor_scaled:
+                amax = largest_magnitude(transform(tensor.t()))
         return {
             "features": features,
             "rows": _Sample(of_columns, transformed, amax, scale, columns),
@@ -304,19 +307,14 @@ class ProductCheck(Probe):
 
         If `bias` is not None, `result` includes the bias.
         """
-        left, right = (
-            self._inputs[call] if role == "input" else self.samples[name, role]
-            for role in OPERANDS[gemm]
-        )
         parts = self._parts(name, result.flatten(0, -2), call.ends, is_weight=gemm == "wgrad")
-        for part, *samples in zip(parts, left, right, strict=True):
-            if all(samples):
-                operands = {
-                    role: sample[along]
-                    for role, sample, along in zip(
-                        OPERANDS[gemm], samples, ALONG[gemm], strict=True
-                    )
-                }
+        for number, part in enumerate(parts):
+            operands = {}
+            for role, along in zip(OPERANDS[gemm], ALONG[gemm], strict=True):
+                samples = self._inputs[call] if role == "input" else self.samples[name, role]
+                if along in samples[number]:
+                    operands[role] = samples[number][along]
+            if len(operands) == 2:
                 self._products[f"{name} {gemm}"].append(self._errors(operands, part, bias))
 
     def _parts(
@@ -347,8 +345,10 @@ class ProductCheck(Probe):
         result: the result, for one expert if there are experts.
         bias: the bias that `result` includes, or None.
         """
-        rows, columns = (operand.rows for operand in operands.values())
-        added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
+        left, right = operands.values()
+        added = torch.zeros((), device=result.device)
+        if bias is not None:
+            added = bias.float()[right.rows]
         is_stochastic = any(map(self._precision.is_stochastic, operands))
         plain = []
         with (
@@ -356,19 +356,18 @@ class ProductCheck(Probe):
             # The draws must not change the random numbers of later products.
             torch.random.fork_rng([result.device] if result.is_cuda else [], is_stochastic),
         ):
-            left, right = (operand.values.float() for operand in operands.values())
-            exact = left @ right.t()
+            exact = left.values.float() @ right.values.float().t()
             for _ in range(DRAWS if is_stochastic else 1):
-                left, right = (
-                    self._quantize[role](
-                        operand.to_quantize, operand.scale, operand.amax
-                    ).dequantize()
-                    for role, operand in operands.items()
-                )
-                rounded = (left @ right.t() + added).to(result.dtype)
+                factors = [self._quantized(role, sample) for role, sample in operands.items()]
+                rounded = (factors[0] @ factors[1].t() + added).to(result.dtype)
                 plain.append(rounded.float() - added - exact)
-        error = result[rows][:, columns].float() - added - exact
+        error = result[left.rows][:, right.rows].float() - added - exact
         return exact, error, plain, added
+
+    def _quantized(self, role: Role, sample: _Sample) -> Tensor:
+        """Return the values of a sample after our plain quantizer has quantized them."""
+        quantize = self._quantize[role]
+        return quantize(sample.to_quantize, sample.scale, sample.amax).dequantize()
 
 
 def _some_experts(name: str, inputs: Tensor, ends: Tensor) -> set[int]:
@@ -381,10 +380,11 @@ def _some_experts(name: str, inputs: Tensor, ends: Tensor) -> set[int]:
     ends: the end of each expert's rows, int32 [experts].
     """
     parts = inputs.any(1).tensor_split(ends[:-1].tolist())
-    tokens = torch.stack([part.sum() for part in parts]).tolist()
-    used = [index for index in range(len(tokens)) if tokens[index]]
+    tokens = [int(part.sum()) for part in parts]
+    used = [expert for expert, count in enumerate(tokens) if count]
     used.sort(key=tokens.__getitem__)
-    return {used[-1], used[0], used[zlib.crc32(name.encode()) % len(used)]}
+    hashed = zlib.crc32(name.encode()) % len(used)
+    return {used[-1], used[0], used[hashed]}
 
 
 def token_rows(tensor: Tensor) -> Tensor:
@@ -395,8 +395,9 @@ def token_rows(tensor: Tensor) -> Tensor:
     """
     # Compute a hash below 2^31 from the index of each row. Add 2^31 if the row is not zero. Choose
     # the rows with the largest results.
-    scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
-    return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
+    hashes = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
+    hashes += tensor.any(1) * 2**31
+    return hashes.topk(min(ROWS, len(tensor))).indices
 
 
 def _slice_of(name: str, size: int) -> slice:
@@ -409,114 +410,3 @@ def _slice_of(name: str, size: int) -> slice:
     blocks = -(-size // ROWS)
     first = ROWS * (zlib.crc32(name.encode()) % blocks)
     return slice(first, min(first + ROWS, size))
-
-
-# ── Histories ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Check the amax histories and scales after a microbatch in the caller's `with` statement.
-
-    Yields a list. When the `with` statement ends, the list is filled with the names and roles of
-    operands whose history or scale is wrong. The microbatch must add one entry to each history: the
-    largest magnitude of the operand over all ranks. The scale must be computed from the history
-    by the rule of delayed scaling. Operands of zeros are not checked. The list stays empty if the
-    precision has no histories. All ranks must call this function.
-    """
-    wrong: list[str] = []
-    before = {name: tensor.clone() for name, tensor in context.state().items()}
-    if not before:
-        yield wrong
-        return
-    probe = _Amaxes()
-    with context.probing(probe):
-        yield wrong
-    # Sort the roles, because all ranks must communicate in the same order.
-    for role, by_name in sorted(probe.amaxes.items()):
-        wrong += _wrong_histories(role, by_name, before, context.state(), active)
-
-
-class _Amaxes(Probe):
-    """Record the largest magnitude of each operand."""
-
-    def __init__(self) -> None:
-        # Map each role to a map from the name of a linear to the amax of its operand.
-        self.amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
-
-    def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
-    ) -> None:
-        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
-        amax = torch.linalg.vector_norm(values(), math.inf).float()
-        self.amaxes[role][name] = torch.maximum(amax, self.amaxes[role].get(name, amax))
-
-
-def _wrong_histories(
-    role: Role,
-    amaxes: Mapping[str, Tensor],
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    active: ActivePrecision,
-) -> list[str]:
-    """Return "NAME (ROLE)" for each linear whose operand `role` has a wrong history or scale.
-
-    amaxes: map the name of each linear to the amax that this rank observed in the microbatch.
-    before, after: the state of delayed scaling before and after the microbatch.
-    """
-    names = sorted(amaxes)
-    amax = torch.stack([amaxes[name] for name in names])
-    if dist.is_initialized():
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-
-    def stacked(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
-        return torch.stack([of_operand(state, name, role, key) for name in names], -1)
-
-    history = stacked(after, "amax_history")
-    scale = stacked(after, "scale")
-    settings = active.settings
-    # A history of length 1 stores no past amax. Then the scale is compared with the observed amax.
-    is_short = len(history) == 1
-    newest = amax if is_short else history[-1]
-    expected_history, expected_scale = delayed_scaling(
-        stacked(before, "amax_history"),
-        newest,
-        stacked(before, "scale"),
-        active.quantized_precision.grid(role).maximum,
-        settings,
-    )
-    is_right = torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
-    is_right &= torch.isclose(
-        scale, expected_scale, rtol=AMAX_TOLERANCE if is_short else SCALE_TOLERANCE, atol=0
-    )
-    is_right &= (history == expected_history).all(0) | is_short
-    is_right &= len(history) == settings.amax_history_len
-    # Amaxes that are not finite are not judged, because the health check reports overflows.
-    is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0)
-    return [
-        f"{name} ({role})"
-        for name, is_wrong in zip(names, (is_judged & ~is_right).tolist(), strict=True)
-        if is_wrong
-    ]
-
-
-def delayed_scaling(
-    history: Tensor, newest: Tensor, scale: Tensor, maximum: float, settings: OptionValues
-) -> tuple[Tensor, Tensor]:
-    """Return the history and the scale that delayed scaling has after a microbatch.
-
-    This is a second implementation of the rule, which shares no code with the emulation.
-
-    history: the history before the microbatch, [length, operands]. Row 0 is unused, and the oldest
-        amax is in row 1.
-    newest: the amaxes of the microbatch, [operands].
-    scale: the scales before the microbatch, [operands].
-    maximum: the maximum of the format.
-    settings: the settings of the precision.
-    """
-    amaxes = torch.cat([history[1:], newest[None]])
-    following = torch.cat([torch.zeros_like(newest)[None], amaxes[1:]])
-    amax = newest if settings.amax_compute_algo == "most_recent" else amaxes.amax(0)
-    exact_scale = maximum / amax.double() / 2.0 ** (settings.margin or 0)
-    following_scale = exact_scale.clamp(max=torch.finfo(torch.float32).max).float()
-    return following, following_scale.where(amax.isfinite() & (amax > 0), scale)

@@ -32,12 +32,8 @@ from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gathered, gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.observe.product_check import (
-    Compared,
-    ProductCheck,
-    watching_histories,
-    worst_first,
-)
+from pretrain.observe.history_check import watching_histories
+from pretrain.observe.product_check import Compared, ProductCheck, worst_first
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.settings import ActivePrecision

@@ -30,8 +30,9 @@ CODES: dict[str, Array] = {
 }
 # Diagonal of the sign matrix of the random Hadamard transform. The signs are Transformer Engine's.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
-# Orthogonal 16 x 16 matrix of the random Hadamard transform.
-HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
+# Orthogonal 16 x 16 matrix of the random Hadamard transform, before the multiplication by SIGNS.
+SYMMETRIC = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
+HADAMARD = torch.from_numpy(SIGNS[:, None] * SYMMETRIC).float()
 # Largest number of columns of an operand that are compared, a multiple of the block sizes of all
 # formats.
 COLUMNS = 1024
@@ -62,14 +63,11 @@ def compare_codes(check: ProductCheck, active: ActivePrecision) -> list[Compared
             operands.setdefault((role, sample.values.shape[1]), (name, sample))
     compared = []
     for (role, _), (name, sample) in operands.items():
-        operand = sample.values[:, :COLUMNS]
         for along in get_args(Along):
-            share = differing_share(active, role, along, operand, sample.scale)
-            tolerated = TOLERATED_SHARE
-            if is_transformed(active.settings, role, along):
-                tolerated = TOLERATED_SHARE_OF_TRANSFORMED
-            excess = share / tolerated
-            compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
+            share = differing_share(active, role, along, sample.values[:, :COLUMNS], sample.scale)
+            is_summed_before = is_transformed(active.settings, role, along)
+            tolerated = TOLERATED_SHARE_OF_TRANSFORMED if is_summed_before else TOLERATED_SHARE
+            compared.append(Compared.of(f"{name} {role} along {along}", share, share / tolerated))
     return worst_first(compared)
 
 
@@ -87,27 +85,27 @@ def differing_share(
         x: Operand [rows, features].
         scale: Scale of delayed scaling, or None in other precisions.
     """
-    precision = active.quantized_precision
-    settings: OptionValues = active.settings
     if not x.isfinite().all():
         return math.nan
+    precision = active.quantized_precision
     torch.manual_seed(0)
     codes = precision.quantizer(role, along)(x, scale, None).dequantize().cpu()
     summed_last = x if along == "features" else x.t()
     uniform = None
     # The options `disable_...` are None, and not False, in precisions that do not have the option.
-    if settings.disable_stochastic_rounding is False and role == "grad_output":
+    if active.settings.disable_stochastic_rounding is False and role == "grad_output":
         torch.manual_seed(0)
-        uniform = torch.rand_like(summed_last, dtype=torch.float32)
+        uniform = torch.rand_like(summed_last, dtype=torch.float32).cpu().numpy()
+    if is_transformed(active.settings, role, along):
+        summed_last = _hadamard(summed_last)
     reference = quantize_dequantize(
-        summed_last,
+        summed_last.float().cpu().numpy(),
         precision.scaling(role),
         precision.grid(role).name,
         scale=None if scale is None else scale.item(),
         uniform=uniform,
-        transform=is_transformed(settings, role, along),
     )
-    return (codes != reference).float().mean().item()
+    return (codes.numpy() != reference).mean().item()
 
 
 def is_transformed(settings: OptionValues, role: Role, along: Along) -> bool:
@@ -116,96 +114,92 @@ def is_transformed(settings: OptionValues, role: Role, along: Along) -> bool:
 
 
 def quantize_dequantize(
-    x: Tensor,
-    scaling: Scaling,
-    format_name: str,
-    *,
-    scale: float | None,
-    uniform: Tensor | None,
-    transform: bool,
-) -> Tensor:
-    """Quantize `x` with the reference quantizer, and return the dequantized values.
-
-    The result is FP32 on the CPU, and has the shape of `x`.
+    values: Array, scaling: Scaling, format_name: str, *, scale: float | None, uniform: Array | None
+) -> Array:
+    """Quantize values with the reference quantizer, and return the dequantized values, FP32.
 
     Args:
-        x: Operand [rows, k]. The product sums along the last axis. The sizes must be multiples of
-            the block.
+        values: Operand [rows, k], FP32. The product sums along the last axis. The sizes must be
+            multiples of the block.
         scaling: The kind of scale, and the block of values that share a scale.
         format_name: Key of CODES.
         scale: Scale of delayed scaling, or None in other precisions.
-        uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
-            values are rounded to nearest.
-        transform: True to multiply each 16 values by the Hadamard matrix first.
+        uniform: Random numbers in [0, 1) of the shape of `values`, for stochastic rounding. With
+            None, values are rounded to nearest.
     """
-    values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]
-    amax = np.abs(values).max().astype(np.float64)
+    largest = codes[-1]
+    amax = _block_amax(values, scaling)
     tensor_decode = np.float32(1)
     if scaling.kind == "E4M3":
-        maximum = codes[-1] * CODES["E4M3"][-1]
-        tensor_decode = np.float32(amax / maximum)
+        maximum = largest * CODES["E4M3"][-1]
+        tensor_amax = amax.max().astype(np.float64)
+        tensor_decode = np.float32(tensor_amax / maximum)
         # If all values are zero, the encoding scale is 1.
-        tensor_encode = np.float32(maximum / amax if amax > 0 else 1)
+        tensor_encode = np.float32(maximum / tensor_amax if tensor_amax > 0 else 1)
         # The decoding scales are E4M3 values. The order of operations is the same as in Transformer
         # Engine's NVFP4QuantizerRef, because another order would give other codes.
-        exact_scale = _block_amax(values, scaling) * (tensor_encode * np.float32(1 / 6))
+        exact_scale = amax * (tensor_encode * np.float32(1 / 6))
         decode = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
         encode = _reciprocal(decode * _reciprocal(tensor_encode))
     elif scaling.kind == "power of two":
         # The decoding scale is the smallest power of two for which the block's largest value
         # divided by the scale does not exceed the format's maximum.
-        block_amax = _block_amax(values, scaling)
-        fraction, exponent = np.frexp(block_amax.astype(np.float64) / codes[-1])
+        fraction, exponent = np.frexp(amax.astype(np.float64) / largest)
         decode = np.ldexp(np.float32(1), np.clip(exponent - (fraction == 0.5), -127, 127))
         encode = _reciprocal(decode)
-    elif scaling.block:
-        block_amax = _block_amax(values, scaling)
-        # If all values of a block are zero, its encoding scale is 1.
-        encode = np.divide(
-            np.float32(codes[-1]), block_amax, out=np.ones_like(block_amax), where=block_amax > 0
-        )
-        decode = _reciprocal(encode)
     else:
-        encode = np.asarray(codes[-1] / amax if scale is None else scale, np.float32)
+        # If all values of a block are zero, its encoding scale is 1.
+        encode = np.float32(largest) / np.where(amax > 0, amax, np.float32(largest))
+        if scale is not None:
+            encode = np.float32(scale)
         decode = _reciprocal(encode)
     # Values in a block whose decoding scale is zero may overflow here. Decoding makes them zero.
     with np.errstate(over="ignore"):
         scaled = values * encode
     rounded = _round(scaled, codes, uniform)
-    return torch.from_numpy((rounded * decode).astype(np.float32) * tensor_decode)
+    return (rounded * decode).astype(np.float32) * tensor_decode
 
 
-def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
+def _round(scaled: Array, codes: Array, uniform: Array | None) -> Array:
     """Round the values in `scaled` to values in `codes`.
 
     With `uniform`, values are rounded stochastically. Otherwise they are rounded to nearest, with
     ties to the even code.
     """
     magnitude = np.minimum(np.abs(scaled.astype(np.float64)), codes[-1])
-    above = np.searchsorted(codes, magnitude)
-    below = np.maximum(above - 1, 0)
-    gap = np.where(above > below, codes[above] - codes[below], 1.0)
-    part = (magnitude - codes[below]) / gap
-    goes_up = (part > 0.5) | ((part == 0.5) & (above % 2 == 0))
-    if uniform is not None:
-        goes_up = uniform.cpu().numpy() < part
-    return np.copysign(np.where(goes_up, codes[above], codes[below]), scaled)
+    # The magnitude is above the code with the index `below`, up to and including the next code.
+    below = np.searchsorted(codes[1:], magnitude)
+    low = codes[below]
+    high = codes[below + 1]
+    part = (magnitude - low) / (high - low)
+    if uniform is None:
+        # A tie rounds up if the code `below` is odd.
+        goes_up = (part > 0.5) | ((part == 0.5) & (below % 2 == 1))
+    else:
+        goes_up = uniform < part
+    return np.copysign(np.where(goes_up, high, low), scaled)
 
 
 def _block_amax(values: Array, scaling: Scaling) -> Array:
-    """Return the largest magnitude of each value's block, in the shape of `values`."""
-    size = scaling.block or values.shape[1]
-    height = size if scaling.square else 1
-    blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
+    """Return the largest magnitude of the values that share a scale, in the shape of `values`.
+
+    Without blocks, all values share a scale.
+    """
+    rows, columns = values.shape
+    width = scaling.block or columns
+    height = 1
+    if scaling.square or not scaling.block:
+        height = scaling.block or rows
+    blocks = np.abs(values).reshape(-1, height, columns // width, width)
     amax = blocks.max((1, 3), keepdims=True)
     return np.broadcast_to(amax, blocks.shape).reshape(values.shape)
 
 
 def _reciprocal(scale: Array | np.floating) -> Array:
     """Return 1 / scale rounded to FP32. Return FP32's largest number for a scale of zero."""
-    largest = np.float64(np.finfo(np.float32).max)
-    return (1 / np.maximum(scale, 1 / largest)).astype(np.float32)
+    smallest = 1 / np.float64(np.finfo(np.float32).max)
+    return (1 / np.maximum(scale, smallest)).astype(np.float32)
 
 
 def _hadamard(x: Tensor) -> Tensor:
@@ -214,4 +208,4 @@ def _hadamard(x: Tensor) -> Tensor:
     Products are summed in FP32, and the sums are rounded to the dtype of `x`.
     """
     blocks = x.float().cpu().unflatten(1, (-1, 16))
-    return (blocks @ torch.from_numpy(HADAMARD).float()).flatten(1).to(x.dtype)
+    return (blocks @ HADAMARD).flatten(1).to(x.dtype)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.observe.product_check import DRAWS, delayed_scaling, judge_product
+from pretrain.observe.history_check import delayed_scaling
+from pretrain.observe.product_check import DRAWS, judge_product
 from pretrain.precision.quantizers.tensor import update_scale
 from tests.pretrain.conftest import active_in
 

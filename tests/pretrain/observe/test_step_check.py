@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from pretrain.metrics.health import TrainingHalted
-from pretrain.observe.step_check import one_of_each_shape
+from pretrain.observe.update_check import one_of_each_shape
 from pretrain.optimizer import muon
 from pretrain.optimizer.muon import Hidden
 from tests.pretrain.verify.faults import Fault

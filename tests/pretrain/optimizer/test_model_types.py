@@ -17,7 +17,7 @@ from pretrain.model.huggingface import (
     config_values,
     decoder_layers,
 )
-from pretrain.observe.step_check import is_decayed, muon_matrices
+from pretrain.observe.update_check import is_decayed, muon_matrices
 from pretrain.optimizer.adamw import groups_of
 from pretrain.optimizer.muon import Hidden, hidden_parameters
 from pretrain.precision.scope import LINEARS

@@ -23,7 +23,7 @@ from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.packed import forward_backward
-from pretrain.observe.product_check import watching_histories
+from pretrain.observe.history_check import watching_histories
 from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.grouped import STACKS

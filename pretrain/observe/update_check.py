@@ -1,0 +1,424 @@
+"""Compare the update of a training step with the optimizers of torch.
+
+AdamW updates each value independently of all others, so it is enough to check a sample of the
+values. Only clipping depends on all gradients: their norm is recomputed from all values. Muon
+updates a matrix as a whole, so each check compares one complete matrix of each shape with
+torch.optim.Muon, and checks of later steps take other matrices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
+from random import Random
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from pretrain.metrics.health import some_of
+from pretrain.model.gradients import gathered, gradient_of, gradients_of, local_part
+from pretrain.optimizer import muon
+from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
+from pretrain.optimizer.exact_weights import master_of
+from pretrain.optimizer.muon import MOMENTUM, Hidden, Muon
+from pretrain.precision.observed import dtype_name
+from pretrain.precision.settings import WEIGHT_DTYPES
+from pretrain.settings.recipe import Recipe
+
+# The largest number of values that are checked in each parameter.
+VALUES = 1024
+# Tolerance of an updated value, relative to the larger of two changes: the change of this value,
+# and the root mean square of all changes in its tensor. The tolerance must be above 1e-6, because
+# gradient norms that are summed in different orders differ by 1e-6.
+RELATIVE = 1e-4
+# Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
+# error of 2^-24, and an update consists of a few operations.
+ROUNDING = 2.0**-22
+# Tolerance of the weights of a matrix that Muon has updated, relative to their change. Errors and
+# change are multiplied by the momentum, because the update has singular values of about one also in
+# directions where the momentum has only roundings of BF16, which depend on the order of sums.
+MUON_RELATIVE = 0.05
+# Tolerance of Muon's weight decay, relative to the decay, and the smallest cosine of the angle
+# between the error and the weight. The error of a correct update has almost no component along the
+# weight.
+MUON_DECAY = 0.5
+# Patterns for the names of parameters in decoder layers, and of the parameters of routers.
+IN_LAYER = re.compile(r"\.\d+\.")
+ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
+
+
+class Update(NamedTuple):
+    """An update that is compared with torch's."""
+
+    # Names of the model's parameters.
+    names: Mapping[nn.Parameter, str]
+    # Optimizer of the run. Its update is checked.
+    optimizer: ExactAdamW
+    recipe: Recipe
+    # Learning rate of the schedule in this step.
+    learning_rate: float
+    # Number of updates that the run has made before this step.
+    done: int
+    # Result of `expected_clipping`.
+    clipping: Tensor | float
+
+
+def expect_update(update: Update) -> Callable[[], list[str]]:
+    """Compute the expected update when the gradients are complete, before the optimizer's step.
+
+    Return a function for the time after the step. It returns one line of text for each kind of
+    fault. All ranks must call both functions.
+    """
+    checks = [TorchUpdate(update).differences]
+    optimizer = update.optimizer
+    if isinstance(optimizer, Muon):
+        checks.append(TorchMomentum(update).differences)
+        chosen = one_of_each_shape([*optimizer.hidden.values()], update.done)
+        checks += [expect_matrix(item, update) for item in chosen]
+    return lambda: sorted({line for check in checks for line in check()})
+
+
+def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
+    """Return at most VALUES evenly spaced values of this process's part of a tensor.
+
+    The first value is at index `updates` modulo the spacing, so each update checks other values.
+    """
+    values = local_part(tensor).reshape(-1)
+    stride = -(-values.numel() // VALUES) or 1
+    return values[updates % stride :: stride]
+
+
+# ── The rules of the recipe, derived a second time ──
+
+
+@torch.no_grad()
+def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
+    """Return the factor of the gradients of `model` that clips their norm to `limit`.
+
+    The clipping function of training is not called, because this check covers that function. If
+    gradients are sharded, all ranks must call this function.
+    """
+    if limit is None:
+        return 1.0
+    norms = [
+        gathered(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        for gradient in gradients_of(model).values()
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return True if weight decay applies to a parameter: to matrices and embeddings.
+
+    The rule is derived from the name, because this check covers the optimizer's own rule.
+    """
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return parameter.dim() >= 2 and "norm" not in module and not name.endswith("bias")
+
+
+def wrong_matrices(model: nn.Module, update: Update) -> list[str]:
+    """Return a line of text if Muon does not update exactly the matrices of `muon_matrices`."""
+    optimizer = update.optimizer
+    hidden = optimizer.hidden.items() if isinstance(optimizer, Muon) else ()
+    actual = {update.names[parameter]: item.shape[0] for parameter, item in hidden}
+    expected = muon_matrices(model) if update.recipe.optimizer.name == "muon" else {}
+    names = sorted(dict(actual.items() ^ expected.items()))
+    if not names:
+        return []
+    return [
+        f"Muon updates {len(names)} parameters as other matrices than those of the model's layers: "
+        f"{some_of(names)}"
+    ]
+
+
+def muon_matrices(model: nn.Module) -> dict[str, int]:
+    """Map the name of each parameter that Muon must update to its number of matrices.
+
+    These are the matrices in the layers, except for routers. The rule is derived from names and
+    sizes, because this check covers the optimizer's own rule. For example, experts have the weights
+    gate_up [8, 2 x 64, 16] and down [8, 16, 64]. The second largest weight of the module, here
+    down, has one matrix for each expert. gate_up has twice as many values, so it has two matrices
+    for each expert.
+    """
+    modules: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        is_matrix = is_decayed(name, parameter) and min(parameter.shape[-2:]) > 1
+        if is_matrix and IN_LAYER.search(name) and not ROUTER.search(name):
+            module = name.removesuffix(".weight").rpartition(".")[0]
+            modules[module][name] = parameter
+    matrices = {}
+    for parameters in modules.values():
+        # The size of the second largest parameter, or of the only one.
+        size = sorted(map(torch.numel, parameters.values()))[-2:][0]
+        for name, parameter in parameters.items():
+            stacked = max(parameter.numel() // size, 1)
+            if parameter.requires_grad:
+                matrices[name] = stacked * math.prod(parameter.shape[:-2])
+    return matrices
+
+
+def adamw_options(update: Update) -> dict[str, Any]:
+    """Return the arguments of torch.optim.AdamW in the step."""
+    settings = update.recipe.optimizer
+    return {
+        "lr": update.learning_rate,
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+
+
+def muon_options(update: Update) -> dict[str, Any]:
+    """Return the arguments of torch.optim.Muon in the step."""
+    settings = update.recipe.optimizer
+    peak = settings.muon.learning_rate or settings.learning_rate
+    return {
+        "lr": update.learning_rate * (peak / settings.learning_rate),
+        "weight_decay": settings.weight_decay,
+        "momentum": settings.muon.momentum,
+        "adjust_lr_fn": settings.muon.adjust_lr_fn,
+    }
+
+
+# ── Samples of all parameters ──
+
+
+class TorchUpdate:
+    """The expected result of AdamW's update: torch.optim.AdamW on a sample of the values.
+
+    Create the object when the gradients are complete, and call `differences` after the optimizer's
+    step.
+    """
+
+    # Name of the algorithm, for messages.
+    algorithm = "AdamW"
+    # Names of the moments in the state of the parameters that are checked.
+    moments: tuple[str, ...] = MOMENTS
+    # Function that returns the arguments of torch's optimizer.
+    options_of = staticmethod(adamw_options)
+
+    def __init__(self, update: Update) -> None:
+        """Compute the expected values. If gradients are sharded, all ranks must call this."""
+        self._done = update.done
+        self._options = self.options_of(update)
+        self._wrong: set[str] = set()
+        self._names: list[str] = []
+        self._are_decayed: list[bool] = []
+        # Map "weights", "gradients" and each name in the state to the tensors of all parameters.
+        self._tensors: dict[str, list[Tensor]] = defaultdict(list)
+        for group in update.optimizer.param_groups:
+            for parameter in group["params"]:
+                if update.optimizer.moments_of(parameter) == self.moments:
+                    self._add(update, group, parameter)
+        self._device = self._tensors["weights"][0].device
+        recipe = update.recipe
+        # Map the name of each kind of tensor to the recipe's name for its dtype.
+        self._modes: dict[str, str] = {
+            "gradients": recipe.gradients_kept_in,
+            "weights": recipe.weights,
+            **dict.fromkeys(self.moments, recipe.moments_kept_in),
+        }
+        for kind, mode in self._modes.items():
+            for actual in {dtype_name(tensor.dtype) for tensor in self._tensors[kind]}:
+                if actual != WEIGHT_DTYPES[mode]:
+                    self._wrong.add(f"{kind} are {actual}, not {WEIGHT_DTYPES[mode]}")
+        self._before = self._values()
+        self._expected = self._updated_by_torch(self._sampled("gradients") * update.clipping)
+
+    def _add(self, update: Update, group: Mapping[str, Any], parameter: nn.Parameter) -> None:
+        """Add a parameter of `group`, and check its settings, unless it has no gradient."""
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            return
+        name = update.names[parameter]
+        decays = is_decayed(name, parameter)
+        self._names.append(name)
+        self._are_decayed.append(decays)
+        state = update.optimizer.state[parameter]
+        for kind, tensor in {"weights": parameter, "gradients": gradient, **state}.items():
+            self._tensors[kind].append(tensor)
+        expected = self._options | {"weight_decay": self._options["weight_decay"] * decays}
+        for key, value in expected.items():
+            if group[key] != value:
+                self._wrong.add(f"{self.algorithm}'s {key} is {group[key]}, not {value}")
+
+    def differences(self) -> list[str]:
+        """Return one line of text for each kind of fault in the optimizer's step."""
+        lines = [*self._wrong]
+        after = self._values()
+        for kind, expected in self._expected.items():
+            is_off = self._is_off(kind, after[kind], expected).any(1)
+            if names := [*compress(self._names, is_off.tolist())]:
+                lines.append(
+                    f"{kind} of {len(names)} of {len(self._names)} parameters: {some_of(names)}"
+                )
+        number = self._done + 1
+        for counted in {*map(int, self._tensors["step"])} - {number}:
+            lines.append(
+                f"the optimizer has counted {counted} updates, but this is update {number}"
+            )
+        return lines
+
+    def _sampled(self, kind: str) -> Tensor:
+        """Return a row of sampled values for each tensor of a kind, [parameters, values].
+
+        Short rows are padded with zeros. Values are FP32, except for remainders.
+        """
+        rows = [some_values(tensor, self._done) for tensor in self._tensors[kind]]
+        # The state may be in host memory (`optimizer.offload`).
+        values = pad_sequence(rows, batch_first=True).to(self._device)
+        return values.float() if values.is_floating_point() else values
+
+    def _values(self) -> dict[str, Tensor]:
+        """Map "weights" and each moment to its sampled values, FP32 [parameters, values].
+
+        Exact BF16 weights include their lower 16 bits.
+        """
+        values = {kind: self._sampled(kind) for kind in ("weights", *self.moments)}
+        if "remainder" in self._tensors:
+            weights = values["weights"].bfloat16()
+            values["weights"] = master_of(weights, self._sampled("remainder"))
+        return values
+
+    def _updated_by_torch(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Return the values that torch's optimizer computes from the values before the update.
+
+        gradient: the sampled gradients after clipping, FP32.
+
+        The result has the keys and shapes of `_values`.
+        """
+        decays = torch.tensor(self._are_decayed, device=self._device).unsqueeze(1)
+        # AdamW first multiplies the decayed weights by this factor.
+        kept = 1 - self._options["lr"] * self._options["weight_decay"] * decays
+        weight = nn.Parameter(self._before["weights"] * kept)
+        weight.grad = gradient
+        reference = torch.optim.AdamW([weight], **self._options | {"weight_decay": 0.0})
+        moments = {name: self._before[name].clone() for name in MOMENTS}
+        reference.state[weight] = {"step": torch.tensor(float(self._done)), **moments}
+        reference.step()
+        return {"weights": weight.detach(), **moments}
+
+    def _is_off(self, kind: str, actual: Tensor, expected: Tensor) -> Tensor:
+        """Return a bool tensor: True for each value that differs from its expected value.
+
+        NaN always differs.
+        """
+        change = (expected - self._before[kind]).abs()
+        sizes = [[len(some_values(tensor))] for tensor in self._tensors[kind]]
+        counts = torch.tensor(sizes, device=self._device).clamp(min=1)
+        mean_square = change.square().sum(1, keepdim=True) / counts
+        tolerance = RELATIVE * torch.maximum(change, mean_square.sqrt()) + ROUNDING * expected.abs()
+        bounds = torch.stack([expected - tolerance, expected + tolerance])
+        if self._modes[kind] == "bf16":
+            # The stored values are rounded, so the limits are rounded too.
+            bounds = bounds.bfloat16().float()
+        lowest, highest = bounds
+        return ~((lowest <= actual) & (actual <= highest))
+
+
+class TorchMomentum(TorchUpdate):
+    """The expected momentum of all parameters that Muon updates, for a sample of their values."""
+
+    algorithm = "Muon"
+    moments = (MOMENTUM,)
+    options_of = staticmethod(muon_options)
+
+    def _updated_by_torch(self, gradient: Tensor) -> dict[str, Tensor]:
+        momentum = self._before[MOMENTUM]
+        return {MOMENTUM: momentum.lerp(gradient, 1 - self._options[MOMENTUM])}
+
+
+# ── Matrices of Muon ──
+
+
+def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
+    """Return a random parameter of each shape. All ranks choose the same parameters.
+
+    updates: the number of past updates. It is the seed of the choice.
+    """
+    shuffled = Random(updates).sample(hidden, len(hidden))
+    return list({item.shape: item for item in shuffled}.values())
+
+
+def expect_matrix(item: Hidden, update: Update) -> Callable[[], list[str]]:
+    """Update one matrix of the parameter `item` by torch.optim.Muon, as `expect_update`."""
+    parameter = item.parameter
+    state = update.optimizer.state[parameter]
+    number = Random(update.done).randrange(item.shape[0])
+
+    def matrix(tensor: Tensor) -> Tensor:
+        """Return the matrix in a tensor with the shape of its parameter, over all shards."""
+        return item.split(gathered(tensor.detach()))[number]
+
+    def weights() -> Tensor:
+        """Return a copy of the matrix with its remainders, FP32."""
+        remainder = state.get("remainder")
+        # Ranks cannot gather int16.
+        bits = None if remainder is None else matrix(remainder.int())
+        return master_of(matrix(parameter), bits).clone()
+
+    options = muon_options(update)
+    before = weights()
+    momentum = matrix(state[MOMENTUM]).float().clone()
+    weight = nn.Parameter(before.clone())
+    weight.grad = matrix(cast(Tensor, gradient_of(parameter))).float() * update.clipping
+    reference = torch.optim.Muon([weight], **options)
+    reference.state[weight] = {"momentum_buffer": momentum}
+    reference.step()
+    exact = weight.detach()
+    expected = exact.bfloat16().float() if update.recipe.weights == "bf16" else exact
+    rounding = expected - exact + ROUNDING * exact
+    decay = options["lr"] * options["weight_decay"]
+    polynomial = (reference.defaults["ns_coefficients"], reference.defaults["ns_steps"])
+
+    def differences() -> list[str]:
+        matrices = (before, expected - before, weights() - expected, rounding)
+        wrong = wrong_parts(*(_weighted(values, momentum) for values in matrices), decay)
+        lines = [f"{part} of a matrix in {update.names[parameter]}" for part in wrong]
+        # The tolerance of the weights is too large for the coefficients.
+        if polynomial != (muon.COEFFICIENTS, muon.STEPS):
+            lines.append(f"Muon's polynomial is {muon.COEFFICIENTS}, not {polynomial[0]}")
+        return lines
+
+    return differences
+
+
+def _weighted(values: Tensor, momentum: Tensor) -> Tensor:
+    """Return a matrix, multiplied by the momentum along the longer side, as an FP64 vector."""
+    rows, columns = values.shape
+    product = values @ momentum.mT if rows < columns else values.mT @ momentum
+    return product.flatten().double()
+
+
+def wrong_parts(
+    before: Tensor, change: Tensor, error: Tensor, rounding: Tensor, decay: float
+) -> Iterator[str]:
+    """Yield "weights" if an update by Muon is wrong, and "weight decay" if its decay is wrong.
+
+    All tensors are matrices that `_weighted` has multiplied by the momentum.
+
+    before: the weights before the update.
+    change: the expected change of the weights.
+    error: the updated weights minus the expected weights.
+    rounding: the allowed error by rounding.
+    decay: the share of the weights that the update subtracts.
+    """
+    limit = MUON_RELATIVE * change.norm() + 2 * rounding.norm()
+    # NaN is always a fault.
+    if not error.norm() <= limit:
+        yield "weights"
+    # The scale of the update may be off too, so remove the components along the update.
+    update = change + decay * before
+    before, error = (
+        vector - update * (vector @ update) / (update @ update) for vector in (before, error)
+    )
+    smallest = (MUON_DECAY * decay + ROUNDING) * (before @ before)
+    noise = MUON_DECAY * before.norm() * error.norm()
+    if (before @ error).abs() > torch.maximum(smallest, noise):
+        yield "weight decay"
