@@ -121,7 +121,8 @@ def _judge_rounding(errors: Tensor) -> float:
     if is_small:
         return too_large
     too_small = (plain_sizes[0] - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
-    cosine = F.cosine_similarity(*errors.flatten(1), dim=0, eps=1e-100).item()
+    of_run, of_plain = errors.flatten(1)
+    cosine = F.cosine_similarity(of_run, of_plain, dim=0, eps=1e-100).item()
     too_different = LEAST_LIKENESS / cosine if cosine > 0 else math.inf
     return max(too_large, too_small, too_different)
 

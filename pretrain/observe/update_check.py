@@ -219,7 +219,7 @@ class TorchUpdate:
         self._device = self._tensors["weights"][0].device
         recipe = update.recipe
         # Map the name of each kind of tensor to the recipe's name for its dtype.
-        self._modes: dict[str, str] = {
+        self._modes = {
             "gradients": recipe.gradients_kept_in,
             "weights": recipe.weights,
             **dict.fromkeys(self.moments, recipe.moments_kept_in),
@@ -379,7 +379,7 @@ def expect_matrix(item: Hidden, update: Update) -> Callable[[], list[str]]:
 
     def differences() -> list[str]:
         matrices = (before, expected - before, weights() - expected, rounding)
-        wrong = wrong_parts(*(_weighted(values, momentum) for values in matrices), decay)
+        wrong = wrong_parts(decay, *(_weighted(values, momentum) for values in matrices))
         lines = [f"{part} of a matrix in {update.names[parameter]}" for part in wrong]
         # The tolerance of the weights is too large for the coefficients.
         if polynomial != (muon.COEFFICIENTS, muon.STEPS):
@@ -397,17 +397,17 @@ def _weighted(values: Tensor, momentum: Tensor) -> Tensor:
 
 
 def wrong_parts(
-    before: Tensor, change: Tensor, error: Tensor, rounding: Tensor, decay: float
+    decay: float, before: Tensor, change: Tensor, error: Tensor, rounding: Tensor
 ) -> Iterator[str]:
     """Yield "weights" if an update by Muon is wrong, and "weight decay" if its decay is wrong.
 
     All tensors are matrices that `_weighted` has multiplied by the momentum.
 
+    decay: the share of the weights that the update subtracts.
     before: the weights before the update.
     change: the expected change of the weights.
     error: the updated weights minus the expected weights.
     rounding: the allowed error by rounding.
-    decay: the share of the weights that the update subtracts.
     """
     limit = MUON_RELATIVE * change.norm() + 2 * rounding.norm()
     # NaN is always a fault.

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.linalg import vector_norm
 
 from foundation.errors import InputError
 from pretrain.model.gradients import gathered, gradient_of, local_part
@@ -105,10 +105,10 @@ class Hidden:
 
     @property
     def cost(self) -> float:
-        """Return the FLOPs of a Newton-Schulz step."""
+        """Return the FLOPs of the orthogonalization."""
         matrices, *sides = self.shape
         short, long = sorted(sides)
-        return matrices * short**2 * (4.0 * long + 2.0 * short)
+        return matrices * STEPS * short**2 * (4.0 * long + 2.0 * short)
 
 
 def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
@@ -130,7 +130,8 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
         for name, module in layer.named_modules(prefix=layer_name):
             is_router = any(is_called(name, pattern) for pattern in ROUTERS)
             if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router:
-                weights[name] = Hidden(module.weight, 0 if is_transposed(module) else 1)
+                weight: Any = module.weight
+                weights[name] = Hidden(weight, 0 if is_transposed(module) else 1)
     # Map the name of each module to its own weights, as (outputs, inputs).
     sizes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, item in weights.items():
@@ -195,7 +196,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     if is_tall:
         x = x.mT
     # The largest singular value must be at most 1. The norm is at least as large.
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    x = x / vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         gram = x @ x.mT
@@ -204,34 +205,21 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-def share(hidden: Sequence[Hidden], ranks: int) -> list[dict[int, Sequence[Hidden]]]:
-    """Return rounds: each maps ranks to a batch of parameters that this rank orthogonalizes.
+def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
+    """Yield rounds: for each of the first ranks, a batch of parameters that it orthogonalizes.
 
-    The cost of the ranks is balanced: the most expensive parameters are assigned first, each to the
-    rank with the lowest cost so far. A rank without more work is in no further round.
+    All parameters of a round have the same shape. Each rank has about the same number of
+    parameters of a shape. A batch has at most BATCH values, or a single parameter.
     """
-    costs = [0.0] * ranks
-    assigned: list[list[Hidden]] = [[] for _ in costs]
-    for item in sorted(hidden, key=lambda item: (item.cost, item.shape), reverse=True):
-        rank = costs.index(min(costs))
-        costs[rank] += item.cost
-        assigned[rank].append(item)
-    return [
-        {rank: batch for rank, batch in enumerate(batches) if batch}
-        for batches in zip_longest(*map(_batches, assigned))
-    ]
-
-
-def _batches(hidden: Sequence[Hidden]) -> Iterator[Sequence[Hidden]]:
-    """Yield batches of consecutive parameters of equal shape with at most BATCH values.
-
-    A parameter with more values has a batch of its own.
-    """
-    for shape, group in groupby(hidden, key=lambda item: item.shape):
-        equal = list(group)
-        size = max(1, BATCH // math.prod(shape))
-        for first in range(0, len(equal), size):
-            yield equal[first : first + size]
+    by_shape: dict[tuple[int, ...], list[Hidden]] = defaultdict(list)
+    for item in hidden:
+        by_shape[item.shape].append(item)
+    for shape, items in sorted(by_shape.items(), reverse=True):
+        of_rank = math.ceil(len(items) / ranks)
+        size = max(1, min(of_rank, BATCH // math.prod(shape)))
+        for first in range(0, len(items), size * ranks):
+            in_round = items[first : first + size * ranks]
+            yield [in_round[start : start + size] for start in range(0, len(in_round), size)]
 
 
 # ── The optimizer ──
@@ -272,10 +260,8 @@ class Muon(ExactAdamW):
         function.
         """
         update_others = super().prepare(clip_coefficient=clip_coefficient)
-        rounds = share(
-            [item for item in self.hidden.values() if gradient_of(item.parameter) is not None],
-            dist.get_world_size() if dist.is_initialized() else 1,
-        )
+        trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
+        rounds = list(share(trained, dist.get_world_size() if dist.is_initialized() else 1))
 
         def update() -> None:
             update_others()
@@ -285,7 +271,7 @@ class Muon(ExactAdamW):
 
     @torch.no_grad()
     def _update_hidden(
-        self, rounds: Sequence[Mapping[int, Sequence[Hidden]]], clip_coefficient: Tensor | None
+        self, rounds: Iterable[Sequence[Sequence[Hidden]]], clip_coefficient: Tensor | None
     ) -> None:
         """Update the parameters of Muon, in the rounds that `share` returns.
 
@@ -296,29 +282,29 @@ class Muon(ExactAdamW):
         norms = []
         own_rank = dist.get_rank() if dist.is_initialized() else 0
         for batches in rounds:
-            matrices = {
-                rank: torch.cat([self._direction(item, clip_coefficient) for item in batch])
-                for rank, batch in batches.items()
-            }
-            if own_rank in matrices:
+            matrices = [
+                torch.cat([self._direction(item, clip_coefficient) for item in batch])
+                for batch in batches
+            ]
+            if own_rank < len(batches):
                 matrices[own_rank] = orthogonalize(matrices[own_rank]).contiguous()
-            for rank, batch in batches.items():
-                updates = matrices[rank]
+            _, outputs, inputs = batches[0][0].shape
+            scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
+            hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
+            for rank, (batch, updates) in enumerate(zip(batches, matrices, strict=True)):
                 if dist.is_initialized():
                     dist.broadcast(updates, src=rank)
-                scale = SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:])
-                hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
-                norms.append(scale * torch.linalg.vector_norm(updates, dtype=torch.float32))
+                norms.append(scale * vector_norm(updates, dtype=torch.float32))
                 self._apply(batch, updates, hyper)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
         values = sum(map(torch.numel, self.hidden))
-        self.figures = {"muon_update_rms": norm / math.sqrt(values)}
+        self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
 
     def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
         """Update the momentum, and return the direction as matrices over all shards, BF16."""
         state = self._state_of(item.parameter)
         state["step"].add_(1)
-        gradient = local_part(cast(Tensor, gradient_of(item.parameter))).float()
+        full_gradient: Any = gradient_of(item.parameter)
+        gradient = local_part(full_gradient).float()
         if clip_coefficient is not None:
             gradient = gradient * clip_coefficient
         beta = self.param_groups[-1][MOMENTUM]

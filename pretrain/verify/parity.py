@@ -145,9 +145,10 @@ class Parity:
 
     def summary(self) -> str:
         """Return one line with the largest differences."""
+        verdict = "failed" if self.failures else "passed"
         text = (
-            f"parity with plain transformers {'failed' if self.failures else 'passed'}: the loss "
-            f"differs by {self.loss - self.reference_loss:+.1e} nats, gradients by at most "
+            f"parity with plain transformers {verdict}: the loss differs by "
+            f"{self.loss - self.reference_loss:+.1e} nats, gradients by at most "
             f"{100 * self.tensors[0].excess:.0f} % of the tolerance"
         )
         if self.products:
@@ -251,9 +252,10 @@ def _compare(
     shapes = step.microbatches[0]
     vocabulary = len(model.hf.get_output_embeddings().weight)
     generator = np.random.default_rng(accelerator.process_index)
+    longest = LONGEST[accelerator.device.type]
     drawn = [
-        draw_microbatch(shapes, vocabulary, generator, longest)
-        for longest in (None, LONGEST[accelerator.device.type])
+        draw_documents(shapes, vocabulary, generator),
+        draw_long_document(shapes, vocabulary, generator, longest),
     ]
     step = replace(step, microbatches=[batch for batch, _ in drawn])
     tokens = accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
@@ -524,9 +526,9 @@ def judge_sums(
         if gradient.is_cuda and gradient.dim() < 2:
             continue
         norm = errors[name].reference or 1.0
-        allowed = SUMS_APART if gradient.is_cuda else SUMS_ROUNDED[gradient.dtype]
-        allowed = max(allowed, NOISE_LEEWAY * noise[name].difference / norm)
         error = errors[name].difference / norm
+        fixed = SUMS_APART if gradient.is_cuda else SUMS_ROUNDED[gradient.dtype]
+        allowed = max(fixed, NOISE_LEEWAY * noise[name].difference / norm)
         compared.append(Compared.of(name, error, error / allowed))
     return worst_first(compared)
 
@@ -586,57 +588,93 @@ def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[s
         subject: Name of the compared values, in the plural.
         meaning: Clause that says what a mismatch means.
     """
-    wrong = [f"{entry.name} ({entry.excess:.3g})" for entry in compared if entry.excess > 1]
+    wrong = [entry for entry in compared if entry.excess > 1]
     if not wrong:
         return []
+    worst = ", ".join(f"{entry.name} ({entry.excess:.3g})" for entry in wrong[:SHOWN])
     return [
         f"{subject}, {len(wrong)} of {len(compared)}: {meaning}. The largest errors, in multiples "
-        f"of the tolerance: {', '.join(wrong[:SHOWN])}"
+        f"of the tolerance: {worst}"
     ]
 
 
-def draw_microbatch(
-    shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int | None = None
+def draw_documents(
+    shapes: Microbatch, vocabulary: int, generator: np.random.Generator
 ) -> tuple[Microbatch, Documents]:
-    """Draw random tokens in the shapes of a microbatch.
+    """Draw random packs of four documents. The first tokens of each document have labels.
 
-    Return a tuple: the microbatch, and the beginnings of the documents in it that have labels. The
-    label of a token is the next token.
+    The result and the arguments are those of `_draw`.
+    """
+    batch, spans = _draw(shapes, vocabulary, generator, SEVENTHS)
+    length = int(spans.diff().max())
+    labels_of_all = DOCUMENTS * min(LABELS, length)
+    tokens = min(length, max(labels_of_all // len(spans), LEAST))
+    return _labelled(batch, spans, tokens)
+
+
+def draw_long_document(
+    shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int
+) -> tuple[Microbatch, Documents]:
+    """Draw random packs of one document. Only the last document has labels.
+
+    At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. The result
+    and the other arguments are those of `_draw`.
+    """
+    batch, spans = _draw(shapes, vocabulary, generator, (0, 7))
+    tokens = min(shapes.max_seqlen, longest)
+    # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
+    # distance, the labels take all positions in a block, one after the other.
+    distance = -(-tokens // LABELS) | 1
+    return _labelled(batch, spans[-1:], tokens, distance)
+
+
+def _draw(
+    shapes: Microbatch, vocabulary: int, generator: np.random.Generator, sevenths: Sequence[int]
+) -> tuple[Microbatch, Tensor]:
+    """Return a microbatch of random tokens, and the begin and end of its documents.
+
+    The second value is int64 [documents, 2].
 
     Args:
         shapes: Microbatch whose number of packs and pack length are used.
         vocabulary: Number of tokens in the vocabulary.
         generator: Generator of the random tokens.
-        longest: None, or the number of tokens at the beginning of a long document that the
-            reference evaluates. If `longest` is None, each pack has four documents, and the first
-            tokens of every document have labels. If `longest` is a number, each pack is one
-            document. Only the last document has labels, for at most LABELS tokens, which are evenly
-            spaced among its first `longest` tokens.
+        sevenths: Boundaries of the documents in each pack, in sevenths of the pack's length.
     """
-    size = shapes.input_ids.shape[1]
     length = shapes.max_seqlen
-    ends = np.unique(length * np.array((0, 7) if longest else SEVENTHS, np.int32) // 7)
-    rows = generator.integers(vocabulary, size=(size // length, length), dtype=np.uint32)
-    batch = build_microbatch([Pack(row, np.diff(ends)) for row in rows], mask_boundaries=True)
-    spans = batch.cu_seqlens.unique().long().unfold(0, 2, 1)
-    spans = spans[-1:] if longest else spans
-    length_of_longest = int(spans.diff().max())
-    # The reference evaluates the same number of tokens for each document. In the row of a shorter
-    # document, the tokens after its end have no labels, so they do not affect the comparison.
-    tokens = min(
-        length_of_longest,
-        longest or max(DOCUMENTS * min(LABELS, length_of_longest) // len(spans), LEAST),
-    )
-    indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=size - 1)
-    # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
-    # distance, the labels take all positions in a block, one after the other.
-    distance = -(-tokens // LABELS) | 1
+    packs = shapes.input_ids.shape[1] // length
+    rows = generator.integers(vocabulary, size=(packs, length), dtype=np.uint32)
+    # Short packs have fewer documents.
+    boundaries = np.unique([length * seventh // 7 for seventh in sevenths])
+    lengths = np.diff(boundaries).astype(np.int32)
+    batch = build_microbatch([Pack(row, lengths) for row in rows], mask_boundaries=True)
+    return batch, batch.cu_seqlens.unique().long().unfold(0, 2, 1)
+
+
+def _labelled(
+    batch: Microbatch, spans: Tensor, tokens: int, distance: int = 1
+) -> tuple[Microbatch, Documents]:
+    """Return a microbatch with fewer labels, and the beginnings of documents that have labels.
+
+    The label of a token is the next token.
+
+    Args:
+        batch: Microbatch with all labels.
+        spans: Begin and end of the documents that have labels, [documents, 2].
+        tokens: Number of tokens at the beginning of each document that the reference evaluates. In
+            the row of a shorter document, the tokens after its end have no labels, so they do not
+            affect the comparison.
+        distance: Distance of the tokens with labels, counted from the last but one.
+    """
+    end_of_batch = batch.input_ids.shape[1] - 1
+    indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=end_of_batch)
     is_place = torch.arange(tokens - 2, -2, -1) % distance == 0
     has_label = is_place & (indices < spans[:, 1:] - 1)
     labelled = indices[has_label]
+    all_labels = batch.labels[0]
     labels = torch.full_like(batch.labels, IGNORE)
-    labels[0, labelled] = batch.labels[0, labelled]
-    document_labels = torch.where(has_label, batch.labels[0, indices], IGNORE)
+    labels[0, labelled] = all_labels[labelled]
+    document_labels = torch.where(has_label, all_labels[indices], IGNORE)
     documents = Documents(batch.input_ids[0, indices], document_labels, indices)
     return replace(batch, labels=labels, valid_tokens=labelled.numel()), documents
 
@@ -681,34 +719,24 @@ def distances(
     other one. An example is the gradient of an LM head that is tied in only one of the models. If
     gradients are sharded, all ranks must call this function.
     """
-    zero = next(iter(reference.values())).new_zeros(())
-    norms = []
-    sizes = {}
+    zero = torch.zeros(())
+    result = {}
     for name in dict.fromkeys([*reference, *measured]):
-        expected, actual = (
-            gathered(gradients.get(name, zero)).float() for gradients in (reference, measured)
-        )
-        difference = actual - expected
-        norms.append(
-            torch.stack(
-                [
-                    torch.linalg.vector_norm(values, dtype=torch.float64)
-                    for values in (expected, difference)
-                ]
-            )
-        )
+        expected = gathered(reference.get(name, zero)).float()
+        difference = gathered(measured.get(name, zero)).float() - expected
         # The inputs of all tokens have a common component. The errors in a gate with one row are
         # nearly proportional to it, so such a gate is treated like a scalar.
-        sizes[name] = 1 if difference.dim() > 1 and len(difference) == 1 else difference.numel()
-    by_tensor = torch.stack(norms)
-    total = torch.linalg.vector_norm(by_tensor, dim=0, keepdim=True)
-    # Copy all norms to the CPU at once, because each copy waits for the device.
-    rows = torch.cat([by_tensor, total]).tolist()
-    sizes[TOTAL] = sum(sizes.values())
-    return {
-        name: Distance(norm, difference, size)
-        for (name, size), (norm, difference) in zip(sizes.items(), rows, strict=True)
-    }
+        is_gate = difference.dim() > 1 and len(difference) == 1
+        values = 1 if is_gate else difference.numel()
+        result[name] = Distance(_norm(expected), _norm(difference), values)
+    norms, differences, values_of_all = zip(*result.values(), strict=True)
+    result[TOTAL] = Distance(math.hypot(*norms), math.hypot(*differences), sum(values_of_all))
+    return result
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm of a tensor, summed in FP64. Waits for the device."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
 def judge(
@@ -741,11 +769,12 @@ def judge(
         squares[_kind(name)].append(error**2)
     judged = []
     for name, entry in measured.items():
-        usual = max(typical, math.sqrt(mean(squares.get(_kind(name), [0.0]))))
-        bf16_error = noise[name].difference if name in noise else 0.0
+        usual = max(typical, math.sqrt(mean(squares[_kind(name)] or [0.0])))
+        allowed = usual * entry.reference
+        if name in noise:
+            allowed = max(allowed, noise[name].difference)
         # This factor is much larger than 1 only for a scalar.
-        few_values = 1 + FEW_VALUES / entry.values
-        allowed = few_values * LEEWAY * resolution * max(bf16_error, usual * entry.reference)
+        allowed *= (1 + FEW_VALUES / entry.values) * LEEWAY * resolution
         norm = max(entry.reference, negligible) or 1.0
         excess = entry.difference / (allowed + negligible) if entry.difference else 0.0
         judged.append(Compared.of(name, entry.difference / norm, excess))

@@ -152,7 +152,7 @@ def quantize_dequantize(
         # If all values of a block are zero, its encoding scale is 1.
         encode = np.float32(largest) / np.where(amax > 0, amax, np.float32(largest))
         if scale is not None:
-            encode = np.float32(scale)
+            encode = np.asarray(scale, np.float32)
         decode = _reciprocal(encode)
     # Values in a block whose decoding scale is zero may overflow here. Decoding makes them zero.
     with np.errstate(over="ignore"):

@@ -31,7 +31,14 @@ from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.parity import DOCUMENTS, LABELS, LEAST, TOTAL, draw_microbatch
+from pretrain.verify.parity import (
+    DOCUMENTS,
+    LABELS,
+    LEAST,
+    TOTAL,
+    draw_documents,
+    draw_long_document,
+)
 from pretrain.verify.reference_model import (
     Documents,
     reference_model,
@@ -100,7 +107,10 @@ def test_drawn_documents_agree_with_the_drawn_microbatch(
     draw = np.random.default_rng(length)
     pack = Pack(np.zeros(length, np.uint32), np.array([length], np.int32))
     like = build_microbatch([pack] * packs, mask_boundaries=True)
-    batch, documents = draw_microbatch(like, 100, draw, longest)
+    if longest:
+        batch, documents = draw_long_document(like, 100, draw, longest)
+    else:
+        batch, documents = draw_documents(like, 100, draw)
     assert batch.input_ids.shape == like.input_ids.shape and batch.max_seqlen == length
     assert batch.valid_tokens == int((batch.labels != IGNORE).sum())
     labelled = documents.labels[documents.labels != IGNORE]
