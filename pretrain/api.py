@@ -419,8 +419,8 @@ def parity(
     Args:
         model: The model. It may have fused kernels, another attention, or converted layers.
         batch: Keyword arguments of the model and of the reference, with `labels`.
-        reference: A model with the same names of parameters and the same weights. By default, a
-            model of the same class, configuration and weights, with eager attention.
+        reference: A model with the same names of parameters and the same weights. By default, the
+            model of transformers with the same configuration and weights, with eager attention.
 
     Returns:
         The comparison. `failures` has one line for each mismatch, and `summary()` is a line about
@@ -441,7 +441,7 @@ def parity(
     context = getattr(model, "precision_context", PrecisionContext(model.dtype))
     with torch.random.fork_rng(devices):
         with as_input_error(
-            (AttributeError, LookupError),
+            (AttributeError, LookupError, ValueError),
             f"parity: transformers has no {type(model).__name__} with these parameters",
             "pass the model as it is before it is wrapped, compiled or gets adapters, or set "
             "`reference`",

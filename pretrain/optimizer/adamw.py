@@ -232,8 +232,8 @@ class ExactAdamW(torch.optim.Optimizer):
 
         def update() -> None:
             self.frozen_counts = with_count(update_all(), updates)
-            if steps:
-                torch._foreach_add_(steps, 1)
+            for step in steps:
+                step.add_(1)
 
         return update
 
@@ -459,6 +459,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
 def options_of(settings: OptimizerSettings, *, exact: bool) -> dict[str, Any]:
     """Return the arguments of `ExactAdamW` that follow from the settings of a run."""
     moments = getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None
+    offload = OFFLOADED[settings.offload]
     return {
         "lr": settings.learning_rate,
         "betas": settings.betas,
@@ -466,7 +467,7 @@ def options_of(settings: OptimizerSettings, *, exact: bool) -> dict[str, Any]:
         "weight_decay": settings.weight_decay,
         "exact": exact,
         "moments": moments,
-        "offload": OFFLOADED[settings.offload],
+        "offload": offload,
     }
 
 

@@ -179,14 +179,14 @@ def prepare_update(
     for tensors, hyper in updates:
         addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]
         values = tensors.weight.numel()
-        moment = tensors.exp_avg
         # The addresses may be unaligned, because FSDP2 may split a tensor at any position.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
+        has_moments = tensors.exp_avg is not None
         kind = Kind(
             weight_type=_TYPES[tensors.weight.dtype],
             gradient_type=_TYPES[tensors.gradient.dtype],
-            moment_type=_TYPES[torch.float32 if moment is None else moment.dtype],
-            has_moments=moment is not None,
+            moment_type=_TYPES[tensors.exp_avg.dtype if has_moments else torch.float32],
+            has_moments=has_moments,
             exact=tensors.remainder is not None,
             aligned=aligned,
         )

@@ -1,10 +1,12 @@
 """Compare the loss of a low-precision LM head, and its gradients, with the products of the head.
 
-`ProductCheck` compares the products of the head. This check compares the computations between them
-in all chunks of tokens: the loss and the gradient of the logits with those of the observed logits
-and the labels of the batch, and the gradients of the hidden states and of the weight with the
-observed products. All values are rounded to BF16 and not to the low precision, so one small
-tolerance is sufficient.
+`ProductCheck` compares the products of the head with exact products. This check compares the steps
+between the products, for each chunk of tokens:
+
+* The loss and the gradient of the logits must follow from the observed logits and the labels.
+* The gradients of the hidden states and of the weight must equal the observed products.
+
+These values are rounded to BF16 and not to the low precision, so a small tolerance is sufficient.
 """
 
 from __future__ import annotations

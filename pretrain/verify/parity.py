@@ -146,10 +146,11 @@ class Parity:
     def summary(self) -> str:
         """Return one line with the largest differences."""
         verdict = "failed" if self.failures else "passed"
+        difference = self.loss - self.reference_loss
+        worst = 100 * self.tensors[0].excess
         text = (
-            f"parity with plain transformers {verdict}: the loss differs by "
-            f"{self.loss - self.reference_loss:+.1e} nats, gradients by at most "
-            f"{100 * self.tensors[0].excess:.0f} % of the tolerance"
+            f"parity with plain transformers {verdict}: the loss differs by {difference:+.1e} "
+            f"nats, gradients by at most {worst:.0f} % of the tolerance"
         )
         if self.products:
             worst = 100 * self.products[0].excess
@@ -249,50 +250,44 @@ def _compare(
 ) -> Parity:
     """Return the result of `check_parity`, without clearing gradients or restoring the state."""
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
-    shapes = step.microbatches[0]
-    vocabulary = len(model.hf.get_output_embeddings().weight)
-    generator = np.random.default_rng(accelerator.process_index)
-    longest = LONGEST[accelerator.device.type]
-    drawn = [
-        draw_documents(shapes, vocabulary, generator),
-        draw_long_document(shapes, vocabulary, generator, longest),
-    ]
-    step = replace(step, microbatches=[batch for batch, _ in drawn])
-    tokens = accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
+    drawn = _random_batches(model, step.microbatches[0], accelerator)
+    microbatches = [batch for batch, _ in drawn]
+    step = replace(step, microbatches=microbatches)
+    tokens = accelerator.num_processes * sum(batch.valid_tokens for batch in microbatches)
     # `forward_backward` divides each loss by the number of labelled tokens in the training step.
     # Multiply by this number, and divide by the number of compared tokens, to get the mean over the
     # compared tokens.
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
-    with _comparable(model, shapes.input_ids.shape[1]) as head_factor:
+    with _comparable(model, microbatches[0].input_ids.shape[1]) as head_factor:
         with overridden(model.context, quantizing=False):
             with recording_choices(model) as choices:
-                losses = [run_pass(step) * mean_over_compared]
-            losses.append(held_out_loss(step.microbatches))
+                loss = run_pass(step) * mean_over_compared
+            held_out = held_out_loss(microbatches)
         documents = _with_choices([documents for _, documents in drawn], choices)
-        reference_losses, loss_noise, reference, noise = _reference(
-            model, accelerator, documents, step_tokens, tokens, head_factor
-        )
+        reference = _reference(model, accelerator, documents, step_tokens, tokens, head_factor)
         gradients = gradients_of(model.hf)
         resolution = resolution_of(
             model.context.compute_dtype, *(gradient.dtype for gradient in gradients.values())
         )
+        errors = distances(gradients, reference.gradients)
         parity = Parity(
             failures=failures,
             tokens=tokens,
-            loss=losses[0],
-            reference_loss=reference_losses[0],
-            loss_tolerated=loss_noise * resolution,
+            loss=loss,
+            reference_loss=reference.loss,
+            loss_tolerated=reference.loss_noise * resolution,
             gradient_norm=gradient_norm(model.parameters()).item(),
-            tensors=judge(distances(gradients, reference), noise, resolution),
+            tensors=judge(errors, reference.noise, resolution),
         )
-        failures += too_far("loss", losses[0], reference_losses[0], parity.loss_tolerated)
+        failures += too_far("loss", loss, reference.loss, parity.loss_tolerated)
         # The difference is the penalty and the router loss. It is zero without them.
+        of_mean = max(MEAN_ERROR / math.sqrt(tokens), COMMON_ERROR)
         failures += too_far(
             "loss minus held-out loss",
-            losses[0] - losses[1],
-            reference_losses[0] - reference_losses[1],
-            max(MEAN_ERROR / math.sqrt(tokens), COMMON_ERROR) * parity.loss_tolerated,
+            loss - held_out,
+            reference.loss - reference.held_out_loss,
+            of_mean * parity.loss_tolerated,
         )
         failures += worst_of(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
@@ -306,17 +301,31 @@ def _compare(
     return parity
 
 
+def _random_batches(
+    model: PackedLanguageModel, shapes: Microbatch, accelerator: Accelerator
+) -> list[tuple[Microbatch, Documents]]:
+    """Return two random microbatches of this rank, and their documents."""
+    vocabulary = len(model.hf.get_output_embeddings().weight)
+    generator = np.random.default_rng(accelerator.process_index)
+    longest = LONGEST[accelerator.device.type]
+    return [
+        draw_documents(shapes, vocabulary, generator),
+        draw_long_document(shapes, vocabulary, generator, longest),
+    ]
+
+
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison in the caller's `with` statement.
+    """Context manager that prepares the model for the comparison, and restores it afterwards.
 
-    Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
+    Dropout is off, and equal values are made distinct. Yield the factor by which the input of the
+    LM head is multiplied (see `distinct_values`).
 
-    The chunks of the head are made so small that there are a first one, others and a last one. With
-    chunks of the usual size, a small microbatch would be computed in one chunk, unlike in training.
-    A low precision may round the size up, but a microbatch of 384 tokens or more has three. The
-    penalty of the loss has the weight 1.0 in the model and in the reference, because the gradient
-    of a small penalty would be lost in the rounding of the cross-entropy's gradient.
+    The LM head computes the loss in chunks of tokens. The chunks are made smaller, so that the
+    microbatch has several of them, as in training. A low precision may round their size up, but a
+    microbatch of 384 tokens or more has three chunks. The penalty of the loss has the weight 1.0 in
+    the model and in the reference, because rounding of the cross-entropy's gradient would hide the
+    gradient of a small penalty.
 
     Args:
         model: Model that is compared.
@@ -345,6 +354,20 @@ def resolution_of(*dtypes: torch.dtype) -> float:
     return FP32_OF_BF16 if {*dtypes} == {torch.float32} else 1.0
 
 
+class Reference(NamedTuple):
+    """Results of plain transformers."""
+
+    # Mean loss in FP32, and mean cross-entropy in FP32.
+    loss: float
+    held_out_loss: float
+    # Root mean square of BF16's errors in the losses of the tokens.
+    loss_noise: float
+    # Gradients in FP32, by parameter name.
+    gradients: dict[str, Tensor]
+    # Distances of the gradients in BF16 from the gradients in FP32.
+    noise: dict[str, Distance]
+
+
 def _reference(
     model: PackedLanguageModel,
     accelerator: Accelerator,
@@ -352,7 +375,7 @@ def _reference(
     step_tokens: int,
     tokens: int,
     head_factor: float,
-) -> tuple[list[float], float, dict[str, Tensor], dict[str, Distance]]:
+) -> Reference:
     """Run plain transformers in FP32, and then in BF16 to measure the errors of BF16.
 
     If the model computes in BF16 on a GPU, the GEMMs of the FP32 model round their operands to
@@ -366,12 +389,6 @@ def _reference(
             this number.
         tokens: Number of compared tokens over all ranks.
         head_factor: Factor by which the input of the LM head is multiplied.
-
-    Returns:
-        * The mean loss in FP32, and the mean cross-entropy in FP32.
-        * The root mean square of BF16's errors in the losses of the tokens.
-        * The gradients in FP32, by parameter name.
-        * The distances of the gradients in BF16 from the gradients in FP32.
     """
     plain = reference_model(model.hf, accelerator.device)
     for layer in decoder_layers(plain).values():
@@ -399,9 +416,10 @@ def _reference(
     # cycle, so the memory would otherwise stay in use until the next garbage collection.
     plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
     squares = (rounded_losses - losses)[:1].double().square()
-    of_ranks = from_all_ranks(torch.cat([losses.double(), squares]).sum(1).tolist())
-    *means, mean_square = (sum(sums) / tokens for sums in zip(*of_ranks, strict=True))
-    return means, math.sqrt(mean_square), gradients, distances(rounded, gradients)
+    sums = from_all_ranks(torch.cat([losses.double(), squares]).sum(1).tolist())
+    loss, held_out_loss, mean_square = (np.sum(sums, axis=0) / tokens).tolist()
+    noise = distances(rounded, gradients)
+    return Reference(loss, held_out_loss, math.sqrt(mean_square), gradients, noise)
 
 
 def _compare_quantized(
@@ -458,28 +476,32 @@ def _compare_quantized(
     norm = gradient_norm(model.parameters()).item()
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
-    tables = (
-        (parity.products, "low-precision products", "their errors are not those of the format"),
-        (parity.codes, "codes of operands", "they differ from the reference quantizer's codes"),
-        (parity.derived, "losses and gradients", "they do not follow from the quantized products"),
-        (
-            parity.sums,
-            "gradients over two microbatches",
-            "they differ from the sum of the gradients of the two microbatches",
-        ),
+    lines = worst_of(
+        parity.products, "low-precision products", "their errors are not those of the format"
     )
-    lines = [line for table in tables for line in worst_of(*table)]
+    lines += worst_of(
+        parity.codes, "codes of operands", "they differ from the reference quantizer's codes"
+    )
+    lines += worst_of(
+        parity.derived, "losses and gradients", "they do not follow from the quantized products"
+    )
+    lines += worst_of(
+        parity.sums,
+        "gradients over two microbatches",
+        "they differ from the sum of the gradients of the two microbatches",
+    )
     if wrong_histories:
         lines.append(
             f"delayed scaling: the scale or the history of {len(wrong_histories)} operands is "
             f"wrong, for example of {wrong_histories[0]}"
         )
-    lowest = parity.gradient_norm / NORM_RATIO
-    if not (math.isfinite(loss) and lowest <= norm <= parity.gradient_norm * NORM_RATIO):
+    plain_norm = parity.gradient_norm
+    is_near = plain_norm / NORM_RATIO <= norm <= plain_norm * NORM_RATIO
+    if not (math.isfinite(loss) and is_near):
         lines.append(
             "the quantized and the unquantized path differ too much: the losses are "
             f"{loss:.6f} and {parity.loss:.6f}, the gradient norms are {norm:.4g} and "
-            f"{parity.gradient_norm:.4g}"
+            f"{plain_norm:.4g}"
         )
     return lines
 
@@ -487,10 +509,11 @@ def _compare_quantized(
 def _bias_gradients(
     model: PackedLanguageModel, products: ProductCheck, accelerator: Accelerator
 ) -> Iterator[Compared]:
-    """Compare the gradients of biases with those of the outputs, summed over tokens and ranks.
+    """Compare the gradient of each bias of a quantized linear with its expected value.
 
-    The LM head is not compared, because the gradient of its output lacks the factor of the loss.
-    All ranks must call this function.
+    The expected value is the gradient of the linear's output, summed over tokens and ranks. The LM
+    head is skipped, because the observed gradient of its output is not multiplied by the factor of
+    the loss. All ranks must call this function.
     """
     gradients = gradients_of(model.hf)
     gemms = cast(GemmEngine, model.context.engine).gemms
@@ -563,9 +586,12 @@ def _with_choices(
     """
     result = []
     for number, documents in enumerate(microbatches):
-        by_layer = [layer[number * len(layer) // len(microbatches)] for layer in choices]
         indices = documents.indices.flatten()
-        result.append(documents._replace(choices=[layer[indices] for layer in by_layer]))
+        of_microbatch = []
+        for of_layer in choices:
+            forward = number * len(of_layer) // len(microbatches)
+            of_microbatch.append(of_layer[forward][indices])
+        result.append(documents._replace(choices=of_microbatch))
     return result
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch
@@ -60,23 +60,25 @@ def wrong_batches(
         position_ids = batch.position_ids.clone()
         # Include the ends of the packs, because attention treats the padding of a pack as a
         # document.
-        offsets = {0, size, *begins}
+        offsets = {size, *begins}
         rows = batch.input_ids[0].split(batch.max_seqlen)
         for begin, tokens in zip(begins, rows, strict=True):
-            if not packs_by_tokens[tokens.numpy().tobytes()]:
+            same_packs = packs_by_tokens[tokens.numpy().tobytes()]
+            if not same_packs:
                 continue
-            pack = packs_by_tokens[tokens.numpy().tobytes()].pop(0)
+            pack = same_packs.pop(0)
             ends = np.cumsum(pack.lengths).tolist()
             part = slice(begin, begin + ends[-1])
             labels[0, part] = _labels(pack, tokens, ends if mask_boundaries else ends[-1:])
             position_ids[0, part] = torch.cat([torch.arange(n) for n in pack.lengths.tolist()])
             offsets |= {begin + end for end in ends}
-        is_right = {
-            "labels": torch.equal(batch.labels, labels),
-            "position_ids": torch.equal(batch.position_ids, position_ids),
-            "cu_seqlens": set(batch.cu_seqlens.tolist()) == offsets,
-        }
-        wrong = [name for name, right in is_right.items() if not right]
+        wrong = []
+        if not torch.equal(batch.labels, labels):
+            wrong.append("labels")
+        if not torch.equal(batch.position_ids, position_ids):
+            wrong.append("position_ids")
+        if {*batch.cu_seqlens.tolist()} != offsets:
+            wrong.append("cu_seqlens")
         if wrong:
             yield (
                 f"batch: {', '.join(wrong)} of microbatch {number} differ from the packs of step 0"
@@ -100,13 +102,13 @@ def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tenso
 
 
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Return a new model in FP32 with the class, configuration and stored weights of `hf`.
+    """Return a new causal language model in FP32 with the configuration and weights of `hf`.
 
     The model is in evaluation mode. Attention and experts use transformers' eager code. Draws
     random numbers. If `hf` is sharded, all ranks must call this function.
     """
     with device:
-        plain = type(hf)._from_config(
+        plain = AutoModelForCausalLM.from_config(
             copy.deepcopy(hf.config),
             dtype=torch.float32,
             attn_implementation="eager",
@@ -155,17 +157,20 @@ def _follow_recorded_choices(
     moved = (is_near & differs).nonzero()[:, 0]
     # The weights of a token are its scores times a constant. The scores are the softmax or the
     # sigmoid of the logits, whichever fits the weights better.
-    scores = min(
-        (torch.softmax(logits, dim=-1), torch.sigmoid(logits)),
-        key=lambda p: (weights / p.gather(1, chosen)).log().var(1, correction=0).sum().item(),
-    )
+
+    def spread(scores: Tensor) -> float:
+        """Return the variance of the logarithm of that constant."""
+        return (weights / scores.gather(1, chosen)).log().var(1, correction=0).sum().item()
+
+    scores = min(logits.softmax(-1), logits.sigmoid(), key=spread)
     totals = weights.float().sum(1, keepdim=True)
     are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
     divisors = scores.gather(1, recorded if are_shares else chosen).sum(1, keepdim=True)
-    moved_weights = (totals[moved] / divisors[moved]) * scores[moved].gather(1, recorded[moved])
+    moved_to = recorded[moved]
+    moved_weights = (totals[moved] / divisors[moved]) * scores[moved].gather(1, moved_to)
     return (
         hidden,
-        chosen.index_copy(0, moved, recorded[moved]),
+        chosen.index_copy(0, moved, moved_to),
         weights.index_copy(0, moved, moved_weights.to(weights.dtype)),
     )
 
@@ -232,9 +237,8 @@ def reference_pass(
         logits = output.logits.float()
         token_losses, cross_entropies = losses_of(logits, labels, loss)
         if getattr(plain.config, "output_router_logits", None):
-            router_logits = torch.cat(
-                [layer[has_label.flatten()] for layer in output.router_logits]
-            )
+            is_counted = has_label.flatten()
+            router_logits = torch.cat([layer[is_counted] for layer in output.router_logits])
             token_losses = token_losses + _router_loss(plain, router_logits)
         token_losses.sum().backward()
         losses.append(torch.stack([token_losses, cross_entropies]).detach())

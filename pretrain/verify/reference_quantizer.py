@@ -98,8 +98,9 @@ def differing_share(
         uniform = torch.rand_like(summed_last, dtype=torch.float32).cpu().numpy()
     if is_transformed(active.settings, role, along):
         summed_last = _hadamard(summed_last)
+    values = summed_last.float().cpu().numpy()
     reference = quantize_dequantize(
-        summed_last.float().cpu().numpy(),
+        values,
         precision.scaling(role),
         precision.grid(role).name,
         scale=None if scale is None else scale.item(),
