@@ -14,10 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from pretrain.metrics.health import some_of
@@ -106,10 +107,10 @@ def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
     if limit is None:
         return 1.0
     norms = [
-        gathered(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        gathered(vector_norm(gradient, dtype=torch.float32))
         for gradient in gradients_of(model).values()
     ]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = vector_norm(torch.stack(norms))
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
@@ -225,9 +226,9 @@ class TorchUpdate:
             **dict.fromkeys(self.moments, recipe.moments_kept_in),
         }
         for kind, mode in self._modes.items():
-            for actual in {dtype_name(tensor.dtype) for tensor in self._tensors[kind]}:
-                if actual != WEIGHT_DTYPES[mode]:
-                    self._wrong.add(f"{kind} are {actual}, not {WEIGHT_DTYPES[mode]}")
+            dtypes = {dtype_name(tensor.dtype) for tensor in self._tensors[kind]}
+            for wrong in dtypes - {WEIGHT_DTYPES[mode]}:
+                self._wrong.add(f"{kind} are {wrong}, not {WEIGHT_DTYPES[mode]}")
         self._before = self._values()
         self._expected = self._updated_by_torch(self._sampled("gradients") * update.clipping)
 
@@ -363,11 +364,12 @@ def expect_matrix(item: Hidden, update: Update) -> Callable[[], list[str]]:
         bits = None if remainder is None else matrix(remainder.int())
         return master_of(matrix(parameter), bits).clone()
 
+    gradient: Any = gradient_of(parameter)
     options = muon_options(update)
     before = weights()
     momentum = matrix(state[MOMENTUM]).float().clone()
     weight = nn.Parameter(before.clone())
-    weight.grad = matrix(cast(Tensor, gradient_of(parameter))).float() * update.clipping
+    weight.grad = matrix(gradient).float() * update.clipping
     reference = torch.optim.Muon([weight], **options)
     reference.state[weight] = {"momentum_buffer": momentum}
     reference.step()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 
 from foundation.errors import InputError
 from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
@@ -498,7 +499,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         squares = norms.square()
         dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
         norms = squares.sqrt()
-    return torch.linalg.vector_norm(norms)
+    return vector_norm(norms)
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:

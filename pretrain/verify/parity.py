@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import mean, median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.utils.checkpoint import checkpoint
 
 from foundation.overrides import overridden
@@ -35,7 +36,6 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.history_check import watching_histories
 from pretrain.observe.product_check import Compared, ProductCheck, worst_first
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
-from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.head_check import HeadCheck, compare_values
 from pretrain.verify.reference_model import (
@@ -516,10 +516,10 @@ def _bias_gradients(
     the loss. All ranks must call this function.
     """
     gradients = gradients_of(model.hf)
-    gemms = cast(GemmEngine, model.context.engine).gemms
+    engine: Any = model.context.engine
     head = model.hf.get_output_embeddings().state.name
     for name, total in products.token_sums.items():
-        keys = [f"{member}.bias" for member in gemms[name].members]
+        keys = [f"{member}.bias" for member in engine.gemms[name].members]
         biases = [gathered(gradients[key]) for key in keys if key in gradients]
         if biases and name != head:
             expected = accelerator.reduce(total, reduction="sum")
@@ -762,7 +762,7 @@ def distances(
 
 def _norm(tensor: Tensor) -> float:
     """Return the norm of a tensor, summed in FP64. Waits for the device."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+    return vector_norm(tensor, dtype=torch.float64).item()
 
 
 def judge(
@@ -837,7 +837,7 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
             size = torch.where(values == 0, NOISE_ON_ZEROS, NOISE * values.abs())
             values += size * torch.randn(values.shape).to(values.device)
     weight = model.hf.get_output_embeddings().weight.detach()
-    norm = gathered(torch.linalg.vector_norm(weight, dtype=torch.float32)).item()
+    norm = gathered(vector_norm(weight, dtype=torch.float32)).item()
     try:
         changed = any(from_all_ranks(bool(before)))
         yield max(1.0, LOGITS * math.sqrt(len(weight)) / norm) if changed else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.observe.history_check import delayed_scaling
-from pretrain.observe.product_check import DRAWS, judge_product
+from pretrain.observe.product_check import DRAWS, ROWS, SIGMAS, judge_product
 from pretrain.precision.quantizers.tensor import update_scale
 from tests.pretrain.conftest import active_in
 
@@ -99,6 +100,20 @@ def test_small_errors_in_few_rows_pass_unless_they_are_too_large(precision: str)
 def test_an_error_that_is_not_a_number_is_found() -> None:
     exact, errors = errors_of_draws("nvfp4", 0.0, 0)
     assert excess(exact, torch.stack([errors[0] * torch.nan, *errors[1:]])) == torch.inf
+
+
+def test_correct_rounding_rarely_deviates_by_more_than_the_limit() -> None:
+    """In the most skewed rows, one of the draws has another value than all others."""
+    share = 1 / (1 + DRAWS)
+    for rows in range(1, ROWS + 1):
+        spread = math.sqrt(rows * share * (1 - share))
+        least = math.floor(rows * share + SIGMAS * spread) + 1
+        probability = sum(
+            math.comb(rows, count) * share**count * (1 - share) ** (rows - count)
+            for count in range(least, rows + 1)
+        )
+        assert probability < 1e-7
+        assert bool(probability) == (rows > 12)
 
 
 AMAX = st.sampled_from([0.0, 1e-45, 1e-30, 3e38]) | st.floats(2.0**-60, 2.0**60, width=32)
