@@ -63,15 +63,8 @@ from pretrain.precision.settings import (
 )
 from pretrain.run.assembly import REHEARSALS
 from pretrain.settings.config import load_recipe
-from pretrain.verify.parity import (
-    Parity,
-    distances,
-    judge,
-    resolution_of,
-    too_far,
-    training_without_dropout,
-    worst_of,
-)
+from pretrain.verify.gradient_errors import distances, judge, resolution_of
+from pretrain.verify.parity import Parity, too_far, training_without_dropout, worst_of
 from pretrain.verify.reference_model import reference_model
 
 __all__ = [

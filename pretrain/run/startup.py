@@ -33,7 +33,8 @@ from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.evaluate import figures_of, held_out_sums
 from pretrain.run.job import Job
 from pretrain.run.run import Run
-from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
+from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
+from pretrain.verify.random_documents import LONGEST
 
 # Share of a device's memory that stays free, for fragmentation, communication buffers and
 # evaluation.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +23,8 @@ from torch.linalg import vector_norm
 from torch.utils.checkpoint import checkpoint
 
 from foundation.overrides import overridden
-from packing.arrow import IGNORE, Pack
-from packing.batch import Microbatch, StepBatches, build_microbatch
+from packing.arrow import Pack
+from packing.batch import Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
@@ -37,7 +35,15 @@ from pretrain.observe.history_check import watching_histories
 from pretrain.observe.product_check import Compared, ProductCheck, worst_first
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.gradient_errors import (
+    Distance,
+    distances,
+    judge,
+    judge_sums,
+    resolution_of,
+)
 from pretrain.verify.head_check import HeadCheck, compare_values
+from pretrain.verify.random_documents import LONGEST, draw_documents, draw_long_document
 from pretrain.verify.reference_model import (
     Documents,
     reference_model,
@@ -48,20 +54,6 @@ from pretrain.verify.reference_quantizer import compare_codes
 
 # Type of functions that run forward and backward of a step and return the loss.
 Pass = Callable[..., float]
-# Boundaries of the four documents in a random pack, in sevenths of the pack's length. Sevenths are
-# used because they are not boundaries of the blocks of tokens that attention kernels process.
-SEVENTHS = (0, 1, 3, 5, 7)
-# The reference evaluates the first tokens of all documents of the first microbatch, as many tokens
-# as DOCUMENTS documents of LABELS tokens have, but at least LEAST tokens of each document. All
-# documents are compared, because a leak between two documents changes the second one alone.
-DOCUMENTS = 3
-LEAST = 8
-# Largest number of labels of a document.
-LABELS = 341
-# Map each device type to the largest number of tokens of a document that plain transformers
-# processes in the second microbatch. Eager attention stores heads x length^2 scores per layer, so
-# longer documents would need too much memory.
-LONGEST = {"cpu": 2048, "cuda": 4096}
 # Bytes per parameter that the reference needs: the weight, its gradient, the sum of its gradients,
 # and the run's gradient that is compared with this sum, all in FP32.
 PLAIN_BYTES = 16
@@ -73,20 +65,9 @@ NOISE_ON_ZEROS = 0.01
 # Standard deviation to which the logits of a new model are scaled. With this value some tokens are
 # likely, but no single token is certain.
 LOGITS = 3.0
-# Allowed relative difference on a GPU between a gradient of one pass over several microbatches, and
-# the sum of gradients from one pass per microbatch. If two equal passes differ by a larger share,
-# NOISE_LEEWAY times their difference is allowed.
-SUMS_APART = 0.4
-NOISE_LEEWAY = 3.0
-# Map the dtype of the gradients to the allowed difference on a CPU.
-SUMS_ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 # Largest allowed ratio of the norms of the quantized and the unquantized gradient. The ratio of
 # correct FP4 runs is at most 1.3.
 NORM_RATIO = 2.0
-# The allowed error in FP32, as a share of the measured error of BF16. FP32 rounds 2^16 times more
-# finely than BF16. The share is larger than 2^-16, because the run and plain transformers may add
-# the same numbers in different orders.
-FP32_OF_BF16 = 2.0**-8
 # Allowed error of the mean penalty and router loss of all tokens. MEAN_ERROR is a multiple of the
 # mean's standard deviation, as if the errors of all tokens were independent. COMMON_ERROR is a
 # share of the error of a single loss. It allows for the part that is common to all tokens. In small
@@ -344,16 +325,6 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
         yield factor
 
 
-def resolution_of(*dtypes: torch.dtype) -> float:
-    """Return the allowed error of a gradient as a multiple of BF16's error.
-
-    Args:
-        dtypes: Dtypes of the computation and of the gradients, because gradients may be summed in
-            BF16 although the model computes in FP32.
-    """
-    return FP32_OF_BF16 if {*dtypes} == {torch.float32} else 1.0
-
-
 class Reference(NamedTuple):
     """Results of plain transformers."""
 
@@ -526,36 +497,6 @@ def _bias_gradients(
             yield compare_values(f"{name}: gradient of the bias", torch.cat(biases), expected)
 
 
-def judge_sums(
-    together: Mapping[str, Tensor], summed: Mapping[str, Tensor], repeated: Mapping[str, Tensor]
-) -> list[Compared]:
-    """Compare the gradients of a step with the sums of the gradients of its microbatches.
-
-    On a CPU, both are equal bit for bit if they are added up in FP32. On a GPU, an attention kernel
-    adds in a different order in each pass. Quantization amplifies these differences to the size of
-    the quantization error, so the tolerance is at least SUMS_APART, and only matrices are compared.
-    Return the comparisons, the worst one first. All ranks must call this function.
-
-    Args:
-        together: Gradients of one pass over the microbatches.
-        summed: Sums of the gradients of one pass for each microbatch.
-        repeated: Gradients of a second pass over the microbatches. Its distance from the first
-            pass is the effect of the order of additions.
-    """
-    noise = distances(repeated, together)
-    errors = distances(together, summed)
-    compared = []
-    for name, gradient in together.items():
-        if gradient.is_cuda and gradient.dim() < 2:
-            continue
-        norm = errors[name].reference or 1.0
-        error = errors[name].difference / norm
-        fixed = SUMS_APART if gradient.is_cuda else SUMS_ROUNDED[gradient.dtype]
-        allowed = max(fixed, NOISE_LEEWAY * noise[name].difference / norm)
-        compared.append(Compared.of(name, error, error / allowed))
-    return worst_first(compared)
-
-
 def _run_pass(
     model: PackedLanguageModel,
     optimizer: torch.optim.Optimizer,
@@ -622,194 +563,6 @@ def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[s
         f"{subject}, {len(wrong)} of {len(compared)}: {meaning}. The largest errors, in multiples "
         f"of the tolerance: {worst}"
     ]
-
-
-def draw_documents(
-    shapes: Microbatch, vocabulary: int, generator: np.random.Generator
-) -> tuple[Microbatch, Documents]:
-    """Draw random packs of four documents. The first tokens of each document have labels.
-
-    The result and the arguments are those of `_draw`.
-    """
-    batch, spans = _draw(shapes, vocabulary, generator, SEVENTHS)
-    length = int(spans.diff().max())
-    labels_of_all = DOCUMENTS * min(LABELS, length)
-    tokens = min(length, max(labels_of_all // len(spans), LEAST))
-    return _labelled(batch, spans, tokens)
-
-
-def draw_long_document(
-    shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int
-) -> tuple[Microbatch, Documents]:
-    """Draw random packs of one document. Only the last document has labels.
-
-    At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. The result
-    and the other arguments are those of `_draw`.
-    """
-    batch, spans = _draw(shapes, vocabulary, generator, (0, 7))
-    tokens = min(shapes.max_seqlen, longest)
-    # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
-    # distance, the labels take all positions in a block, one after the other.
-    distance = -(-tokens // LABELS) | 1
-    return _labelled(batch, spans[-1:], tokens, distance)
-
-
-def _draw(
-    shapes: Microbatch, vocabulary: int, generator: np.random.Generator, sevenths: Sequence[int]
-) -> tuple[Microbatch, Tensor]:
-    """Return a microbatch of random tokens, and the begin and end of its documents.
-
-    The second value is int64 [documents, 2].
-
-    Args:
-        shapes: Microbatch whose number of packs and pack length are used.
-        vocabulary: Number of tokens in the vocabulary.
-        generator: Generator of the random tokens.
-        sevenths: Boundaries of the documents in each pack, in sevenths of the pack's length.
-    """
-    length = shapes.max_seqlen
-    packs = shapes.input_ids.shape[1] // length
-    rows = generator.integers(vocabulary, size=(packs, length), dtype=np.uint32)
-    # Short packs have fewer documents.
-    boundaries = np.unique([length * seventh // 7 for seventh in sevenths])
-    lengths = np.diff(boundaries).astype(np.int32)
-    batch = build_microbatch([Pack(row, lengths) for row in rows], mask_boundaries=True)
-    return batch, batch.cu_seqlens.unique().long().unfold(0, 2, 1)
-
-
-def _labelled(
-    batch: Microbatch, spans: Tensor, tokens: int, distance: int = 1
-) -> tuple[Microbatch, Documents]:
-    """Return a microbatch with fewer labels, and the beginnings of documents that have labels.
-
-    The label of a token is the next token.
-
-    Args:
-        batch: Microbatch with all labels.
-        spans: Begin and end of the documents that have labels, [documents, 2].
-        tokens: Number of tokens at the beginning of each document that the reference evaluates. In
-            the row of a shorter document, the tokens after its end have no labels, so they do not
-            affect the comparison.
-        distance: Distance of the tokens with labels, counted from the last but one.
-    """
-    end_of_batch = batch.input_ids.shape[1] - 1
-    indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=end_of_batch)
-    is_place = torch.arange(tokens - 2, -2, -1) % distance == 0
-    has_label = is_place & (indices < spans[:, 1:] - 1)
-    labelled = indices[has_label]
-    all_labels = batch.labels[0]
-    labels = torch.full_like(batch.labels, IGNORE)
-    labels[0, labelled] = all_labels[labelled]
-    document_labels = torch.where(has_label, all_labels[indices], IGNORE)
-    documents = Documents(batch.input_ids[0, indices], document_labels, indices)
-    return replace(batch, labels=labels, valid_tokens=labelled.numel()), documents
-
-
-# ── Distances of gradients, and their tolerances ──────────────────────────────────────────────────
-#
-# A fixed tolerance does not fit all models, because the relative error of a gradient grows if its
-# summands cancel. Therefore the tolerance of a tensor is derived from the measured errors of BF16
-# in this tensor and in the same tensors of other layers.
-
-# A gradient of the reference is treated as zero if its norm is below this share of the norm of all
-# gradients. The values of such a gradient are rounding noise. An example is the gradient of a key's
-# bias without rotary embeddings. The measured gradient of the same tensor must be that small too.
-NEGLIGIBLE = 1e-6
-# Name of the entry for all tensors together.
-TOTAL = "all of them together"
-# Factor between BF16's error and the tolerance. The median error of correct tensors equals BF16's
-# error.
-LEEWAY = 2.0
-# The tolerance of a tensor of n values is multiplied by 1 + FEW_VALUES / n, because BF16's error in
-# a scalar may by chance be far smaller than usual.
-FEW_VALUES = 9.0
-
-
-class Distance(NamedTuple):
-    """Distance between the measured gradient of a tensor and the reference's gradient."""
-
-    # Norm of the reference's gradient.
-    reference: float
-    # Norm of the measured gradient minus the reference's gradient.
-    difference: float
-    # Upper bound of the number of values whose errors are independent.
-    values: int
-
-
-def distances(
-    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
-) -> dict[str, Distance]:
-    """Map the name of each gradient to its distance, and TOTAL to the distance of all together.
-
-    A gradient that is present in only one of `measured` and `reference` is treated as zero in the
-    other one. An example is the gradient of an LM head that is tied in only one of the models. If
-    gradients are sharded, all ranks must call this function.
-    """
-    zero = torch.zeros(())
-    result = {}
-    for name in dict.fromkeys([*reference, *measured]):
-        expected = gathered(reference.get(name, zero)).float()
-        difference = gathered(measured.get(name, zero)).float() - expected
-        # The inputs of all tokens have a common component. The errors in a gate with one row are
-        # nearly proportional to it, so such a gate is treated like a scalar.
-        is_gate = difference.dim() > 1 and len(difference) == 1
-        values = 1 if is_gate else difference.numel()
-        result[name] = Distance(_norm(expected), _norm(difference), values)
-    norms, differences, values_of_all = zip(*result.values(), strict=True)
-    result[TOTAL] = Distance(math.hypot(*norms), math.hypot(*differences), sum(values_of_all))
-    return result
-
-
-def _norm(tensor: Tensor) -> float:
-    """Return the norm of a tensor, summed in FP64. Waits for the device."""
-    return vector_norm(tensor, dtype=torch.float64).item()
-
-
-def judge(
-    measured: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float
-) -> list[Compared]:
-    """Compare the gradient error of each tensor, and of all tensors together, with its tolerance.
-
-    The tolerance of a tensor is derived from the largest of three errors of BF16: the error in this
-    tensor, the root mean square of the errors in the same tensors of all layers, and the median of
-    the errors in all tensors. The error in this tensor alone is not sufficient, because this error
-    may be small by chance in a tensor of few values or in a gradient whose summands cancel.
-
-    Args:
-        measured: Distances of the gradients of the model.
-        noise: Distances between the gradients of plain transformers in BF16 and in FP32.
-        resolution: The allowed error as a multiple of BF16's error.
-
-    Returns:
-        The comparisons, the worst one first.
-    """
-    negligible = NEGLIGIBLE * noise[TOTAL].reference
-    errors = {
-        name: entry.difference / entry.reference
-        for name, entry in noise.items()
-        if entry.reference > negligible
-    }
-    typical = median([error for name, error in errors.items() if name != TOTAL] or [0.0])
-    squares: dict[str, list[float]] = defaultdict(list)
-    for name, error in errors.items():
-        squares[_kind(name)].append(error**2)
-    judged = []
-    for name, entry in measured.items():
-        usual = max(typical, math.sqrt(mean(squares[_kind(name)] or [0.0])))
-        allowed = usual * entry.reference
-        if name in noise:
-            allowed = max(allowed, noise[name].difference)
-        # This factor is much larger than 1 only for a scalar.
-        allowed *= (1 + FEW_VALUES / entry.values) * LEEWAY * resolution
-        norm = max(entry.reference, negligible) or 1.0
-        excess = entry.difference / (allowed + negligible) if entry.difference else 0.0
-        judged.append(Compared.of(name, entry.difference / norm, excess))
-    return worst_first(judged)
-
-
-def _kind(name: str) -> str:
-    """Return the name of a parameter without the index of its layer."""
-    return re.sub(r"\.\d+\.", ".", name)
 
 
 @contextmanager

@@ -31,11 +31,11 @@ from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.parity import (
+from pretrain.verify.gradient_errors import TOTAL
+from pretrain.verify.random_documents import (
     DOCUMENTS,
     LABELS,
     LEAST,
-    TOTAL,
     draw_documents,
     draw_long_document,
 )
