@@ -115,11 +115,11 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
                 f"one of its layers is {next(iter(decisions))}. A pattern must match the whole "
                 "name of a layer, or the part of the name after any of its dots"
             )
-    reasons = [decision.reason for decision in decisions.values() if decision.reason]
-    if len(reasons) == len(decisions):
+    if not quantized_names(decisions):
+        reasons = dict.fromkeys(str(decision.reason) for decision in decisions.values())
         raise InputError(
             f"`precision: {active.precision.name}`: no linear layer of {model_class} can compute "
-            f"in this precision ({'; '.join(dict.fromkeys(reasons))}). Either keep fewer layers in "
+            f"in this precision ({'; '.join(reasons)}). Either keep fewer layers in "
             "BF16 (`fp8_config`), or change sizes in `model.config`, or set `precision: bf16`"
         )
     names = {module: name for name, module in hf.named_modules()}
