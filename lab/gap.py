@@ -29,7 +29,7 @@ from pretrain.model.packed import compute_microbatch
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.run.assembly import Assembly
 from pretrain.run.command_checks import checkpoint_of
-from pretrain.run.data import evaluated_parts
+from pretrain.run.data import evaluated_packs
 from pretrain.run.evaluate_command import in_low_precisions, load_assembly, precision_overrides
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.run import open_console
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
         console = open_console(job, accelerator, notices)
         assembly, source = load_assembly(job, accelerator, str(checkpoint), console)
         batch: list[Microbatch] = []
-        for packs, count in evaluated_parts(job.data.held_out, options.packs).values():
+        for packs, count in evaluated_packs(job.data.held_out, options.packs).values():
             with Batching(**job.batching(accelerator)).evaluation(packs, count) as microbatches:
                 batch += microbatches
         with overridden(assembly.context, quantizing=False):
