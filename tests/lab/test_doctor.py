@@ -12,16 +12,18 @@ from pretrain import __main__ as commands
 def test_a_precision_has_a_line_with_its_engine_and_obstacle(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The trial is forked from a server that has imported the modules, as a user's is."""
+    """The training is forked from a server that has imported the modules, as a user's is."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     output = capsys.readouterr().out
     expected = "\nnvfp4: emulation; it needs a GPU of compute capability 10.0"
     assert expected in output
 
 
-def test_a_failed_trial_has_a_line_with_its_error(
+def test_a_failed_precision_has_a_line_and_the_end_of_its_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "STEPS", 0)
+    """The attention heads are not divisible by the heads of keys and values."""
+    monkeypatch.setitem(doctor.MODEL, "num_key_value_heads", 3)
     assert commands.main(["doctor", "--precisions", "fp32"]) == 1
-    assert "\nfp32: failed: error: " in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "| error: " in output and "\nfp32: failed\n" in output

@@ -11,10 +11,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import InputError
-from lab.doctor import QWEN3_1_7B
 from pretrain.metrics.flops import ModelFlops, nanogpt
 from tests.pretrain.plan.plan_recipe import on_meta
 
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
