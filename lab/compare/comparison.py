@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -124,19 +125,18 @@ def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
     """
     labels = unique_names([run.name for run in runs], runs)
     groups = group_names(runs)
-    in_groups = list(zip(runs, groups, strict=True))
-    base_runs = {run.config["seed"]: run for run, group in in_groups if group == groups[0]}
-    return [
-        ComparedRun(
-            run,
-            base=base_runs.get(run.config["seed"], runs[0]),
-            group=group,
-            label=label,
-            colour=COLOURS[index % len(COLOURS)],
-            dash=DASHES[index // len(COLOURS) % len(DASHES)],
-        )
-        for index, ((run, group), label) in enumerate(zip(in_groups, labels, strict=True))
-    ]
+    first_group = groups[0]
+    base_runs = {
+        run.config["seed"]: run
+        for run, group in zip(runs, groups, strict=True)
+        if group == first_group
+    }
+    styles = itertools.cycle(itertools.product(DASHES, COLOURS))
+    compared_runs = []
+    for run, group, label, (dash, colour) in zip(runs, groups, labels, styles, strict=False):
+        base = base_runs.get(run.config["seed"], runs[0])
+        compared_runs.append(ComparedRun(run, base, group, label, colour, dash))
+    return compared_runs
 
 
 def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
@@ -183,17 +183,16 @@ def group_names(runs: Sequence[RunRecord]) -> list[str]:
     The name of a group is the name of its first run without the part for the seed, such as
     "seed=3".
 
-    A group has only one run per seed. If two runs have the same settings and the same seed, all
-    runs with these settings are divided into groups by their folders: the runs of a group have the
-    same folder path, except for the part for the seed.
+    A group has only one run per seed. If a training was repeated with the same seed, its n-th
+    repetition belongs to the n-th group of these settings.
     """
-    keys = [(str(_settings(run)), run.config["seed"]) for run in runs]
-    repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
-    groups = [
-        (training, str(run.path.parent / _without_seed(run)) if training in repeated else "")
-        for run, (training, _) in zip(runs, keys, strict=True)
-    ]
-    first_runs: dict[tuple[str, str], RunRecord] = {}
+    repetitions: Counter[tuple[str, int]] = Counter()
+    groups = []
+    for run in runs:
+        training = str(_settings(run)), run.config["seed"]
+        groups.append((training[0], repetitions[training]))
+        repetitions[training] += 1
+    first_runs: dict[tuple[str, int], RunRecord] = {}
     for group, run in zip(groups, runs, strict=True):
         first_runs.setdefault(group, run)
     names = [_without_seed(run) or run.name for run in first_runs.values()]

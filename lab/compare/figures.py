@@ -44,28 +44,24 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
 
 
-def range_after_the_fall(
-    curves: Sequence[np.ndarray], points: Sequence[np.ndarray] = ()
-) -> tuple[float, float] | None:
+def range_after_the_fall(curves: Sequence[np.ndarray]) -> tuple[float, float] | None:
     """Return the lower and upper end of a plot's vertical axis, or None if no value is finite.
 
     The first values of a loss curve fall steeply. If the axis included these values, the rest of
     the curve would look flat, so they are ignored. They are included if they make the axis less
     than MOST_STRETCH times as long, as in short runs.
 
-    Args:
-        curves: Curves of the plot, each [step]. The first FALL_SHARE of each curve is ignored.
-        points: Other values of the plot, for example held-out losses [evaluation]. None of these
-            values is ignored.
+    `curves` are the curves of the plot, each [step]. The first FALL_SHARE of each is ignored.
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
-    values = np.concatenate([*tails, *points, []])
+    values = np.concatenate(tails)
     values = values[np.isfinite(values)]
     if not len(values):
         return None
     lowest, highest = np.quantile(values, [0.0, 0.995])
-    peak = np.nanmax(np.concatenate([*curves, *points]))
-    highest = peak if peak - lowest < MOST_STRETCH * (highest - lowest) else highest
+    peak = np.nanmax(np.concatenate(curves))
+    if peak - lowest < MOST_STRETCH * (highest - lowest):
+        highest = peak
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)
 

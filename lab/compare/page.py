@@ -108,6 +108,7 @@ def render(
         lstrip_blocks=True,
     )
     base = compared_runs[0].run
+    curves = curves_figure(compared_runs).update_layout(template="plotly_white")
     html = templates.get_template("page.html").render(
         compared_runs=compared_runs,
         seeds=seeds,
@@ -115,9 +116,7 @@ def render(
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
-        curves=curves_figure(compared_runs)
-        .update_layout(template="plotly_white")
-        .to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
+        curves=curves.to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
         audits={compared.label: audit_of(compared.run) for compared in compared_runs},
         differing=differing_values(compared_runs),
         library=get_plotlyjs(),
@@ -165,13 +164,15 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             # If the curve has more than MOST_POINTS points, draw only MOST_POINTS of them.
             number = min(len(steps), MOST_POINTS)
             drawn = np.unique(np.linspace(0, len(steps) - 1, number).astype(int))
+            has_points = panel in POINTS or len(steps) == 1
+            line = {"color": compared.colour, "dash": compared.dash, "width": 1.5}
             figure.add_scatter(
                 x=steps[drawn] * scale,
                 y=values[drawn] * factor,
                 name=escape(compared.label),
                 legendgroup=compared.label,
-                mode="lines+markers" if panel in POINTS or len(steps) == 1 else "lines",
-                line={"color": compared.colour, "dash": compared.dash, "width": 1.5},
+                mode="lines+markers" if has_points else "lines",
+                line=line,
                 # Each run has one entry in the legend.
                 showlegend=row == 1 and len(compared_runs) > 1,
                 row=row,

@@ -29,52 +29,49 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    If no two cells differ only in their seeds, and all were evaluated on the same data, the first
-    line of the report names the cell with the lowest held-out loss. The first run in the tables is
-    the baseline. All other finished cells and all halted cells follow, the best cell first. If a
+    The first run in the tables is the baseline, or the same settings with another seed if the
+    baseline is not finished. All other finished and halted cells follow, the best cell first. If a
     halted cell were omitted, the mean over the other seeds with the same settings would look better
-    than it is.
+    than it is. If no two cells differ only in their seeds, and all were evaluated on the same data,
+    the first line names the cell with the lowest held-out loss.
     """
-    records = [(cell, run) for cell in matrix.cells if (run := cell.record())]
-    finished = [cell for cell, run in records if run.is_finished]
-    if not finished:
-        return "No cell is finished, so there is no report yet."
-    # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
-    # there is no such cell, use the first finished cell.
+    records = {cell.name: cell.record() for cell in (matrix.baseline, *matrix.cells)}
+    ended = {
+        name: run
+        for name, run in records.items()
+        if run and (run.is_finished or "halted" in run.summary)
+    }
+    # The baseline, or else the first finished cell that differs from it only in its seed.
     settings = matrix.baseline.but_for_seed
-    baseline = min(
-        finished, key=lambda cell: (cell is not matrix.baseline, cell.but_for_seed != settings)
-    )
-
-    def place(run: RunRecord) -> tuple[bool | float, ...]:
-        """Return the sort key of a run. Runs without a held-out loss are the last ones."""
-        losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
-        return run.path != baseline.run_dir, not run.is_finished, *losses
-
-    runs = [run for cell, run in records if cell in finished or "halted" in run.summary]
+    seeds = [cell.name for cell in matrix.cells if cell.but_for_seed == settings]
+    base = next((run for name, run in ended.items() if name in seeds and run.is_finished), None)
+    if base is None:
+        return f"There is no report, because the baseline {matrix.baseline.name} is not finished."
+    runs = sorted(ended.values(), key=lambda run: [run is not base, *_place(run)])
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
-    report = Report.over(sorted(runs, key=place), [*vary, "data.fingerprint"])
+    report = Report.over(runs, [*vary, "data.fingerprint"])
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
-    best = min(runs, key=lambda run: place(run)[1:])
+    best = min(runs, key=_place)
     has_one_seed = all(len(group.runs) == 1 for group in report.seeds.results)
     on_same_data = all(same_held_out(best, run) for run in runs)
     if has_one_seed and on_same_data and "held_out_loss" in best.summary:
         parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
-    if baseline.but_for_seed != settings:
-        parts.append(
-            f"The baseline {matrix.baseline.name} is not finished, so this report uses "
-            f"{baseline.name} as the baseline."
-        )
-    if missing := len(matrix.cells) - len(runs):
+    if missing := len(records) - len(runs):
         parts.append(
             f"{missing} of {len(matrix.cells)} cells are not finished, so this report does not "
             "include them."
         )
     return "\n\n".join(parts)
+
+
+def _place(run: RunRecord) -> list[float]:
+    """Return the sort key of a run. Runs without a held-out loss are the last ones."""
+    losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
+    return [not run.is_finished, *losses]
 
 
 def page_of(matrix: Matrix) -> Path:

@@ -236,13 +236,16 @@ class Matrix:
         Raises InputError if no cell is selected.
         """
         # Compare values instead of text, because 4e-3 and 0.004 are the same value.
-        required = parse_overrides(filters)
-        # A cell is selected if every key in `filters` has a filter that matches the cell's value.
+        required: dict[str, list[Any]] = {}
+        for key, value in parse_overrides(filters):
+            required.setdefault(key, []).append(value)
         chosen = [
             cell
             for cell in self.cells
-            if dict(required).keys()
-            == {key for key, value in required if (key, value) in cell.values.items()}
+            if all(
+                key in cell.values and cell.values[key] in values
+                for key, values in required.items()
+            )
         ]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
@@ -266,17 +269,6 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
     content = load_yaml(path)
-    # Earlier versions of the program also read `axes`, `groups` and cells without names.
-    if not isinstance(content.get("cells"), dict):
-        raise InputError(
-            f"{path}: `cells` must map the name of each run to its settings, and `baseline` is one "
-            "of these names (`axes`, `groups` and lists of cells are not supported any more); "
-            "write for example:\n"
-            "  cells:\n"
-            "    bf16-seed=1: {precision: bf16, seed: 1}\n"
-            "    delayed-seed=1: {precision: delayed, seed: 1}\n"
-            "  baseline: bf16-seed=1"
-        )
     settings = parse(MatrixSettings, content | replaced, str(path))
     keys_of_cells = {key for values in settings.cells.values() for key in flatten(values)}
     for key in sorted(keys_of_cells & dict(parse_overrides(overrides)).keys()):
@@ -337,11 +329,12 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             lines = str(error).splitlines()
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
         cells[cell.run_dir] = cell
+    by_name = {cell.name: cell for cell in cells.values()}
     return Matrix(
         path,
         settings,
         tuple(cells.values()),
-        baseline=next(cell for cell in cells.values() if cell.name == baseline),
+        baseline=by_name[baseline],
         processes=processes or 1,
         on_cpu=bool(accelerate.get("use_cpu")),
     )
@@ -365,10 +358,10 @@ def _precision_environment(accelerate: Values) -> dict[str, str]:
 
     `accelerate` is the content of the Accelerate configuration.
     """
-    fp8_config = accelerate.get("fp8_config") or {}
-    return {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))} | {
-        f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()
-    }
+    environment = {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))}
+    for key, value in (accelerate.get("fp8_config") or {}).items():
+        environment[f"ACCELERATE_FP8_{str(key).upper()}"] = str(value)
+    return environment
 
 
 def _make_cell(

@@ -387,12 +387,12 @@ def announce(rounds: Rounds, hours: float) -> None:
     protocol = rounds.protocol
     say(
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
-        f"fixed at {100 * protocol.margin:g} % of the loss. Candidates branch at step "
-        f"{protocol.trunk:,} of {protocol.steps:,}."
+        f"fixed at {100 * protocol.margin:g} % of the loss."
     )
+    planned = duration(rounds.planned_seconds())
     say(
-        f"{protocol.seeds} rounds are planned, with one seed each. They take about "
-        f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
+        f"{protocol.seeds} rounds of {protocol.steps:,} steps take about {planned}, and the limit "
+        f"is {hours:g} hours. Candidates branch at step {protocol.trunk:,}."
     )
 
 
@@ -454,11 +454,12 @@ def affordable_rounds(rounds: Rounds, candidates: Sequence[str], seconds_left: f
     if seconds <= limit or not rounds.runs:
         say(f"\ntraining the next {plural(number, 'round')}, about {duration(seconds)}")
         return number
+    left = duration(max(seconds_left, 0))
+    # Add 10 %, for the time before the round and because two digits may be 5 % too small.
+    enough = 1.1 * seconds / 3600
     say(
-        f"\nThe next round takes about {duration(seconds)}, but only "
-        f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
-        # Add 10 %, for the time before the round and because two digits may be 5 % too small.
-        f"again, with --hours {1.1 * seconds / 3600:.2g} or more."
+        f"\nThe next round takes about {duration(seconds)}, but only {left} of --hours are left. "
+        f"To train it, run the same command again, with --hours {enough:.2g} or more."
     )
     return 0
 

@@ -88,11 +88,10 @@ def recommendation(trainings: WhichTrainings, protocol: Protocol, best: Verdict)
         values["train.begin_with"] = protocol.begin_with
     overrides = [*trainings.overrides, *as_overrides(values)]
     launch = Launch(trainings.accelerate, (str(trainings.recipe_file), *overrides))
-    return [
-        f"Train {'with' if protocol.settings else 'in'} {best.name}: {best.gain:.2f} times "
-        f"({low:.2f} to {high:.2f}) {protocol.base}'s speed at equal loss.",
-        f"  {shlex.join(['accelerate', 'launch', *launch.arguments])}",
-    ]
+    choice = f"{'with' if protocol.settings else 'in'} {best.name}"
+    gain = f"{best.gain:.2f} times ({low:.2f} to {high:.2f}) {protocol.base}'s speed"
+    command = shlex.join(["accelerate", "launch", *launch.arguments])
+    return [f"Train {choice}: {gain} at equal loss.", f"  {command}"]
 
 
 def interval_within(protocol: Protocol, verdict: Verdict) -> str:

@@ -115,9 +115,10 @@ class WhichTrainings:
         baseline = f"{self.folder}/rounds/{protocol.base}-seed={{seed}}"
         trunk = f"{baseline}/checkpoints/step-{protocol.trunk:08d}"
         schedule = self.recipe.schedule
+        longest_warmup = max(1, protocol.trunk // 2)
         common: Values = {
             "train.steps": protocol.steps,
-            "schedule.warmup": min(schedule.warmup, max(1, protocol.trunk // 2)),
+            "schedule.warmup": min(schedule.warmup, longest_warmup),
             "evaluate.every": protocol.steps,
             "checkpoint.every": None,
             "log.fp8_statistics": None,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import GIB, UNKNOWN, markdown, or_dash, with_bar
+from foundation.units import GIB, markdown, or_dash, with_bar
 from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
@@ -64,73 +64,65 @@ def main(options: argparse.Namespace) -> int:
     prices = {card_called(name, "--price").name: dollars for name, dollars in options.price}
     if options.config and all(devices.count == 1 for devices in targets):
         raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
-    loaded = load_recipe(options.recipe, options.overrides)
-    with_default = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
-    recipe = with_precision(with_default, os.environ)
-    trainings, unsuitable = _trainings_in_precisions(
-        recipe, options.overrides, is_set=loaded.precision is not None
-    )
+    recipe = load_recipe(options.recipe, options.overrides)
+    trainings, unsuitable = _trainings_in_precisions(recipe, options.overrides)
     training, _ = next(iter(trainings.values()))
 
     print(f"{training.recipe.name}: {training.recipe.weights} weights\n{'─' * width()}")
-    print(
-        in_subjects(
-            {
-                "model": model_lines(training),
-                "horizon": horizon_lines(training),
-                "FLOPs": [flops_line(training)],
-            }
-        ),
-        end="\n\n",
-    )
+    subjects = {
+        "model": model_lines(training),
+        "horizon": horizon_lines(training),
+        "FLOPs": [flops_line(training)],
+    }
+    print(in_subjects(subjects), end="\n\n")
     for devices in targets:
         on_devices = {
             label: plan_on(devices, *of_label, options.config)
             for label, of_label in trainings.items()
         }
         print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
-    notes = [
-        *NOTES,
-        *([] if training.packs else [WITHOUT_PACKS]),
-        "losses: docs/evidence.md, by model and tokens per parameter (here "
-        f"{units.count(training.total_tokens / training.flops.parameters)})",
-        *unsuitable,
-        *([training.flops.uncounted_warning] if training.flops.uncounted else []),
-        *training.notices,
-    ]
-    print("\n".join(_wrapped(f"* {text}") for text in notes))
+    per_parameter = units.count(training.total_tokens / training.flops.parameters)
+    notes = list(NOTES)
+    if not training.packs:
+        notes.append(WITHOUT_PACKS)
+    notes.append(
+        f"losses: docs/evidence.md, by model and tokens per parameter (here {per_parameter})"
+    )
+    notes += unsuitable
+    if training.flops.uncounted:
+        notes.append(training.flops.uncounted_warning)
+    print("\n".join(_wrapped(f"* {text}") for text in [*notes, *training.notices]))
     return 0
 
 
 def _trainings_in_precisions(
-    recipe: Recipe, overrides: Sequence[str], *, is_set: bool
+    loaded: Recipe, overrides: Sequence[str]
 ) -> tuple[dict[str, tuple[Training, PreTrainedModel]], list[str]]:
     """Check a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
 
-    is_set: True if the user has set the precision of the recipe. Then it is compared with BF16
-        alone.
+    If the user has set the precision of the recipe, it is compared with BF16 alone.
 
     Return two values. The first maps precisions to results of `training_elsewhere`, and begins with
     the precision of the recipe. The second lists why other precisions do not suit the recipe.
     """
+    with_default = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
+    recipe = with_precision(with_default, os.environ)
     # Open the packs once for all precisions.
     data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
     with_shapes = training_elsewhere(recipe, overrides, data)
     schedule = with_shapes[0].schedule
     head = recipe.fp8_config.scope.removeprefix("linear")
-    labels = [BF16.name]
-    if not is_set:
-        labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     # Without a quantized phase, the scope has no meaning.
     trainings = {schedule.label + (head if schedule.quantizes else ""): with_shapes}
+    labels = [BF16.name]
+    if loaded.precision is None:
+        labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     unsuitable = []
     for label in dict.fromkeys(labels):
         if label in trainings:
             continue
-        name = label.removesuffix("+head")
-        settings = recipe.fp8_config.model_copy(
-            update={"scope": f"linear{label.removeprefix(name)}"}
-        )
+        name, plus, scope = label.partition("+")
+        settings = recipe.fp8_config.model_copy(update={"scope": f"linear{plus}{scope}"})
         candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
             trainings[label] = training_elsewhere(candidate, overrides, data)
@@ -157,24 +149,22 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     for label, plan in plans.items():
         prediction = predict(plan)
         missing = obstacle(plan)
+        reasons = [missing]
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
-        reason = prediction.reason
-        if missing is None and not fits(plan):
-            reason = f"does not fit; {settings_that_fit(plan)}"
-        for remark in [missing] if missing else [*plan.experts_in_bf16, reason]:
-            if remark:
-                remarks[remark].append(label)
-    columns = COLUMNS[:-1] if price is None else COLUMNS
-    cells = [row[: len(columns)] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+            reason = prediction.reason if fits(plan) else f"does not fit; {settings_that_fit(plan)}"
+            reasons = [*plan.experts_in_bf16, reason]
+        for remark in filter(None, reasons):
+            remarks[remark].append(label)
     major, minor = devices.capability or (0, 0)
+    memory = units.memory(devices.memory / (1 - KEPT_FREE) / GIB)
     source = card_called(devices.name, "").source
-    lines = [
-        f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, "
-        f"compute capability {major}.{minor}, speed by steps of {source}",
-        *([markdown(columns, cells)] if cells else []),
-        *(_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()),
-    ]
+    lines = [f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {source}"]
+    if rows:
+        columns = COLUMNS[:-1] if price is None else COLUMNS
+        rows.sort(key=lambda row: row[0], reverse=True)
+        lines.append(markdown(columns, [row[1][: len(columns)] for row in rows]))
+    lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines)
 
 
@@ -185,22 +175,24 @@ def _row(
     devices = plan.devices
     size = plan.expected_microbatch
     takes = plan.takes(size)
-    is_possible = fits(plan)
-    remark = ", barely" if is_possible and takes > devices.memory else ""
-    host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    topology = f", {devices.topology}" if devices.count > 1 else ""
-    speed = prediction.tokens_per_second if is_possible else None
+    speed = prediction.tokens_per_second
+    speed_text = with_bar(speed, prediction.bar, ",.0f")
+    needs = units.memory(takes / GIB)
+    if plan.host_memory:
+        needs += f" + {units.memory(plan.host_memory / GIB)} host"
+    if not fits(plan):
+        speed = None
+        speed_text = "does not fit"
+    elif takes > devices.memory:
+        needs += ", barely"
+    packs = f"{-(-plan.packs_per_rank // size)} x {size}"
+    if devices.count > 1:
+        packs += f", {devices.topology}"
     seconds = plan.total_tokens / speed if speed else None
-    dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
-    cells = [
-        label,
-        with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
-        with_bar(prediction.gain, prediction.gain_bar if plan.schedule.quantizes else None, ".2f"),
-        f"{-(-plan.packs_per_rank // size)} x {size}{topology}",
-        units.memory(takes / GIB) + host + remark,
-        or_dash(seconds, units.duration),
-        dollars,
-    ]
+    dollars = price * devices.count * seconds / 3600 if price and seconds else None
+    gain_bar = prediction.gain_bar if plan.schedule.quantizes else None
+    cells = [label, speed_text, with_bar(prediction.gain, gain_bar, ".2f"), packs, needs]
+    cells += [or_dash(seconds, units.duration), or_dash(dollars, "{:,.2f}".format)]
     return speed or prediction.gain or 0.0, cells
 
 

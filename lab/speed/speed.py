@@ -117,16 +117,17 @@ def step_seconds(
     summed = flops.parameters - (0 if flops.tied else flops.embedding_parameters)
     share = flops.parameters / work.devices.shards
     state = 8 + 3 * work.gradients + (0 if work.offloaded else 2 * work.moments)
+    optimizer = share * state / bandwidth
+    optimizer += share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
+    optimizer += flops.hidden_weights / work.devices.shards * MUON / bandwidth
+    optimizer += flops.orthogonalization / (work.devices.count * in_bf16)
     return {
         "GEMMs": work.tokens * (in_layers * gemms + in_head),
         "passes": work.tokens * _moved(work) * passes / bandwidth,
         "attention": work.tokens * _attention_seconds(card, work, in_bf16) * attention,
         "loss": work.tokens * LOGIT * shape.vocabulary / bandwidth,
         "gradient sums": microbatches * summed * SUMMED[work.gradients] / bandwidth,
-        "optimizer": share * state / bandwidth
-        + share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
-        + flops.hidden_weights / work.devices.shards * MUON / bandwidth
-        + flops.orthogonalization / (work.devices.count * in_bf16),
+        "optimizer": optimizer,
         "launches": microbatches * shape.layers * LAUNCHES,
         "communication": _sent(work, microbatches) / (EXPOSED * link),
     }
@@ -234,45 +235,36 @@ def bar_of(card: Card, works: Iterable[Work]) -> float | None:
 
 def _is_unusual(card: Card, work: Work) -> bool:
     """Return True if few steps of this kind were measured."""
+    flops = work.flops
+    if work.devices.count > 1 or any(work.recomputed) or not work.fused:
+        return True
+    if flops.expert_weights or flops.hidden_weights or flops.shape.head_dim not in HEAD_DIMS:
+        return True
     parts = step_seconds(card, work)
     seconds = sum(parts.values())
     in_layers = parts["GEMMs"] + parts["passes"] + parts["attention"]
-    return (
-        parts["attention"] > MOST_ATTENTION * seconds
-        or in_layers < LEAST_IN_LAYERS * seconds
-        or not work.fused
-        or work.flops.expert_weights > 0
-        or work.flops.shape.head_dim not in HEAD_DIMS
-        or work.flops.hidden_weights > 0
-        or any(work.recomputed)
-        or work.devices.count > 1
-    )
+    return parts["attention"] > MOST_ATTENTION * seconds or in_layers < LEAST_IN_LAYERS * seconds
 
 
 def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
     """Return the reason why neither speed nor gain is predicted for a step of `plan`, or None."""
-    costs = COSTS.get(work.precision)
+    precision = work.precision
+    costs = COSTS.get(precision)
     devices = plan.devices
-    # Map each reason to a value that is true if the reason applies.
-    reasons = {
-        f"no step in {work.precision} was measured on such a card": (
-            costs is None or card.capability >= costs.below
-        ),
-        f"this card has no GEMMs in {work.precision}": work.precision != BF16.name and not card.fp8,
-        f"no step with the attention {work.attention} was measured": (
-            work.attention not in ATTENTION
-        ),
-        "no step with layers that are neither fused nor compiled was measured": (
-            plan.recipe.model.compile == "none" and not work.fused
-        ),
-        f"a step in {work.precision} was never measured with so few parameters": (
-            costs is not None and work.flops.parameters < costs.least_parameters
-        ),
-        f"microbatches of less than {LEAST_MICROBATCH:,} tokens wait for the host": (
-            work.microbatch < LEAST_MICROBATCH
-        ),
-        "several cards without NVLink were not measured": devices.count > 1 and not card.nvlink,
-        f"more than {HOST_GPUS} cards were not measured": devices.count > HOST_GPUS,
-        "the speed of emulation is not predicted": plan.emulated,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if costs is None or card.capability >= costs.below:
+        return f"no step in {precision} was measured on such a card"
+    if precision != BF16.name and not card.fp8:
+        return f"this card has no GEMMs in {precision}"
+    if work.attention not in ATTENTION:
+        return f"no step with the attention {work.attention} was measured"
+    if plan.recipe.model.compile == "none" and not work.fused:
+        return "no step with layers that are neither fused nor compiled was measured"
+    if work.flops.parameters < costs.least_parameters:
+        return f"a step in {precision} was never measured with so few parameters"
+    if work.microbatch < LEAST_MICROBATCH:
+        return f"microbatches of less than {LEAST_MICROBATCH:,} tokens wait for the host"
+    if devices.count > 1 and not card.nvlink:
+        return "several cards without NVLink were not measured"
+    if devices.count > HOST_GPUS:
+        return f"more than {HOST_GPUS} cards were not measured"
+    return "the speed of emulation is not predicted" if plan.emulated else None

@@ -61,6 +61,8 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     kept = sum(layer.unquantized_weights for layer in layers if layer.fused and low)
     in_layers = flops.attention_weights + flops.mlp_weights
     recomputed = sum(layer.recomputed for layer in layers) / len(layers)
+    # Bytes of the state that is copied from the host and back.
+    copied = moments * ("exp_avg" in offloaded) + 2 * ("remainder" in offloaded)
     return Work(
         flops=flops,
         precision=active.precision.name,
@@ -75,7 +77,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         devices=plan.devices,
         gradients=BYTES[recipe.gradients_kept_in],
         moments=moments,
-        offloaded=moments * ("exp_avg" in offloaded) + 2 * ("remainder" in offloaded),
+        offloaded=copied,
         fused=all(layer.fused for layer in layers),
         recomputed=tuple(recomputed * share for share in RECOMPUTED),
     )

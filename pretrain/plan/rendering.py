@@ -27,12 +27,13 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         f"{plan.recipe.name}: {plan.schedule.label} compute{emulated}, "
         f"{plan.recipe.weights} weights, {_devices_line(plan)}"
     )
+    memory = _memory_lines(plan)
     subjects = {
         "model": model_lines(plan),
         "step": [_step_line(plan)],
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
-        "memory": _memory_lines(plan)[: 1 if brief else None],
+        "memory": memory[:1] if brief else memory,
         "warning: ": plan.warnings,
     }
     return "\n".join([*textwrap.wrap(title, width()), "─" * width(), in_subjects(subjects)])
@@ -44,23 +45,21 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
     subjects: maps the name of each subject to its texts. The first text of a subject begins with
         the name.
     """
-    indented = [
-        (f"{name if index == 0 else '':<9}", text)
-        for name, texts in subjects.items()
-        for index, text in enumerate(texts)
-    ]
-    return "\n".join(
-        textwrap.fill(
-            text,
-            width(),
-            initial_indent=indent,
-            subsequent_indent=" " * 9,
+    lines = []
+    for name, texts in subjects.items():
+        indent = f"{name:<9}"
+        for text in texts:
             # Do not cut paths and commands.
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for indent, text in indented
-    )
+            lines += textwrap.wrap(
+                text,
+                width(),
+                initial_indent=indent,
+                subsequent_indent=" " * 9,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            indent = " " * 9
+    return "\n".join(lines)
 
 
 def _devices_line(plan: Plan) -> str:
@@ -80,25 +79,25 @@ def model_lines(plan: Training) -> list[str]:
     """Return lines about the model's parameters, its shape, and the layers that stay in BF16."""
     flops = plan.flops
     shape = flops.shape
-    head = "head tied to the embedding" if flops.tied else "head not tied to the embedding"
+    parameters = f"{units.count(flops.parameters)} parameters"
+    if flops.idle_weights:
+        in_use = units.count(flops.parameters - flops.idle_weights)
+        parameters += f", {in_use} of them used per token"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    in_use = units.count(flops.parameters - flops.idle_weights)
-    used = f", {in_use} of them used per token" if flops.idle_weights else ""
-    heads = (
-        f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
+    head = "tied" if flops.tied else "not tied"
+    heads = f"{plural(shape.heads, 'head')} of {shape.head_dim}"
+    lines = [f"{parameters}, {without} without embeddings, head {head} to the embedding"]
+    lines.append(
+        f"{shape.layers} layers, hidden {shape.hidden:,}, {heads} ({shape.kv_heads} for keys and "
+        f"values), vocabulary {shape.vocabulary:,}"
     )
-    lines = [
-        f"{units.count(flops.parameters)} parameters{used}, {without} without embeddings, {head}",
-        f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
-    ]
-    quantized = [active for active in plan.precisions if active.precision.quantized]
-    for active in quantized:
-        first, last = active.kept_layers(shape.layers)
-        ends = [
-            f"the {end} {'layer' if count == 1 else f'{count} layers'}"
-            for end, count in (("first", first), ("last", last))
-            if count
-        ]
+    for active in plan.precisions:
+        first, last = active.kept_layers(shape.layers) if active.precision.quantized else (0, 0)
+        ends = []
+        if first:
+            ends.append("the first layer" if first == 1 else f"the first {first} layers")
+        if last:
+            ends.append("the last layer" if last == 1 else f"the last {last} layers")
         if ends:
             lines.append(
                 f"{active.precision.name} leaves {' and '.join(ends)} in bf16 "
@@ -111,11 +110,8 @@ def _step_line(plan: Plan) -> str:
     """Return a line about the tokens, packs and microbatches of a step."""
     devices = plan.devices.count
     packs = plan.packs_per_step
-    total = (
-        f"{plan.tokens_per_step:,} tokens = {plural(packs, 'pack')} of "
-        f"{plan.recipe.data.length:,} = "
-        f"{plural(devices, 'device')} x "
-    )
+    in_packs = f"{plural(packs, 'pack')} of {plan.recipe.data.length:,}"
+    total = f"{plan.tokens_per_step:,} tokens = {in_packs} = {plural(devices, 'device')} x "
     if plan.microbatch is None:
         return f"{total}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
     microbatches = -(-plan.packs_per_rank // plan.microbatch)
@@ -129,22 +125,21 @@ def _step_line(plan: Plan) -> str:
 def flops_line(plan: Training) -> str:
     """Return a line with the FLOPs of a token, of a step, and of the run."""
     tokens = {"per token": 1, "per step": plan.tokens_per_step, "in total": plan.total_tokens}
-    muon = f", and {units.operations(plan.flops.orthogonalization)} per step for Muon"
-    return ", ".join(
+    parts = [
         f"{units.operations(plan.flops_per_token * number)} {unit}"
         for unit, number in tokens.items()
-    ) + muon * (plan.flops.orthogonalization > 0)
+    ]
+    if by_muon := plan.flops.orthogonalization:
+        parts.append(f"and {units.operations(by_muon)} per step for Muon")
+    return ", ".join(parts)
 
 
 def horizon_lines(plan: Training) -> list[str]:
     """Return lines about the steps: their number, precisions, sources of data and learning rate."""
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
-    lines += [
-        f"steps {first:,} to {last:,} in {active.name}"
-        for first, last, active in plan.schedule.spans
-        if plan.schedule.changes
-    ]
+    for first, last, active in plan.schedule.spans if plan.schedule.changes else ():
+        lines.append(f"steps {first:,} to {last:,} in {active.name}")
     if stream := plan.recipe.data.stream:
         lines.append(
             f"packed during training: {units.count(stream.window)} tokens at a time, at most "
@@ -153,11 +148,9 @@ def horizon_lines(plan: Training) -> list[str]:
     elif plan.mixture is not None:
         shares = plan.mixture.shares(plan.total_packs)
         passes = plan.mixture.epochs(plan.total_packs)
-        lines += [
-            f"{units.percent(shares[name])} of the tokens from {name}: {passes[name]:.2f} epochs "
-            f"of {plural(count, 'pack')}"
-            for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
-        ]
+        for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True):
+            epochs = f"{passes[name]:.2f} epochs of {plural(count, 'pack')}"
+            lines.append(f"{units.percent(shares[name])} of the tokens from {name}: {epochs}")
     optimizer = plan.recipe.optimizer
     muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
     rates = describe(plan.recipe.schedule, optimizer.learning_rate, plan.steps)
@@ -169,13 +162,16 @@ def _memory_lines(plan: Plan) -> list[str]:
     size = plan.expected_microbatch
     searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"
     parts = plan.memory(size)
-    width = max(map(len, parts))
+    longest = max(map(len, parts))
     total = units.memory(sum(parts.values()) / GIB)
-    host = ""
+    available = units.memory(plan.devices.memory / GIB)
+    line = (
+        f"about {total} of {available} per device for tensors, with {plural(size, 'pack')} per "
+        f"microbatch{searched}"
+    )
     if plan.host_memory:
-        host = f", and {units.memory(plan.host_memory / GIB)} of host memory (optimizer.offload)"
-    return [
-        f"about {total} of {units.memory(plan.devices.memory / GIB)} per device for tensors, with "
-        f"{plural(size, 'pack')} per microbatch{searched}{host}",
-        *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
-    ]
+        line += f", and {units.memory(plan.host_memory / GIB)} of host memory (optimizer.offload)"
+    lines = [line]
+    for name, part in parts.items():
+        lines.append(f"  {name:<{longest}}  {units.memory(part / GIB):>9}")
+    return lines

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from foundation.errors import InputError
 from lab.experiments.matrix_file import Matrix, load_matrix
@@ -136,15 +135,6 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
         matrix(**keys)
     with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
         matrix("weights=bf16")
-
-
-@pytest.mark.parametrize("cells", [None, [{"precision": "bf16"}]])
-def test_a_file_with_axes_or_unnamed_cells_is_refused_with_an_example(matrix, cells: Any):
-    """The lines of the message are a correct file."""
-    with pytest.raises(InputError, match=r"m\.yaml: `cells` must map the name of") as refused:
-        matrix(cells=cells, groups=[{"axes": {"seed": [1]}, "cells": {"a": {}}}])
-    example = yaml.safe_load(str(refused.value).partition("\n")[2])
-    assert matrix(**example).baseline.recipe.seed == 1
 
 
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
