@@ -26,10 +26,11 @@ from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 
-# A layer whose sizes suit every precision and the kernels of attention.
+# A model with one layer, whose sizes suit every precision and the kernels of attention.
+VOCABULARY = 512
 MODEL = {
     "model_type": "qwen3",
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 1,
@@ -88,7 +89,7 @@ def matrix_in(folder: Path, engines: dict[str, str], accelerate: str) -> Matrix:
     """
     generator = np.random.default_rng(0)
     lengths = np.diff([0, LENGTH // 3, LENGTH // 2, LENGTH]).astype(np.int32)
-    rows = generator.integers(MODEL["vocab_size"], size=(4 * PACKS, LENGTH)).astype(np.uint32)
+    rows = generator.integers(VOCABULARY, size=(4 * PACKS, LENGTH)).astype(np.uint32)
     packs = [[Pack(row, lengths) for row in rows]]
     write_packs(
         folder / "packs", LENGTH, {"train": packs}, settings={}, statistics={}, tokenizer=None
