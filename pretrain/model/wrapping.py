@@ -124,7 +124,7 @@ def convert(
     context: PrecisionContext,
     fused: FusedLayers | None = None,
 ) -> None:
-    """Prepare the model for the context's current engine, in place. Call it once for each engine.
+    """Prepare the model for the context's current precision, in place. Call it for each precision.
 
     Each linear layer that `decisions` quantizes gets a Gemm of the current engine. Before that, a
     linear layer of transformers is replaced by a `LowPrecisionLinear` with the same Parameters. The
@@ -132,7 +132,6 @@ def convert(
     replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed. Each
     product of a fused layer gets a Gemm for all its linear layers.
     """
-    engine: Any = context.engine
     group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
     quantized = quantized_names(decisions)
@@ -140,18 +139,18 @@ def convert(
         # `fuse` stacks only linear layers that are all quantized, or all unquantized.
         if product.members[0] in quantized:
             sizes = [features_of(linear) for linear in product.linears]
-            product.add(engine, sizes[0][0], sum(size for _, size in sizes))
+            product.add(sizes[0][0], sum(size for _, size in sizes))
     for name, module in list(hf.named_modules()):
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 if stack.name in quantized:
                     _, out_features, in_features = module.get_parameter(key).shape
-                    stack.add(engine, in_features, out_features)
+                    stack.add(in_features, out_features)
         if name in quantized and not name.startswith(fused_prefixes):
             if not isinstance(module, LossHead | LowPrecisionLinear):
                 module = LowPrecisionLinear(module, name, context)
                 hf.set_submodule(name, module)
-            module.state.add(engine, *features_of(module), bias=module.bias is not None)
+            module.state.add(*features_of(module), bias=module.bias is not None)
 
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────

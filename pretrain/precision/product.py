@@ -219,12 +219,12 @@ class LinearState:
         self.members = members or (name,)
         self.context = context
 
-    def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
-        """Create the Gemm that computes the layer in `engine`.
+    def add(self, *features: int, bias: bool = False) -> None:
+        """Create the Gemm that computes the layer in the current precision, which is quantized.
 
-        The layer uses this Gemm while `engine` is the current engine of the context. `features` are
-        in_features and out_features.
+        `features` are in_features and out_features.
         """
+        engine: Any = self.context.engine
         engine.gemm(self.name, *features, bias=bias, members=self.members)
 
     @property

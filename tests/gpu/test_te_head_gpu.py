@@ -39,11 +39,11 @@ class Model:
         self.context = context_of(self.engine)
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.context)
-        self.below.state.add(self.engine, HIDDEN, HIDDEN)
+        self.below.state.add(HIDDEN, HIDDEN)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
         self.head = LossHead(linear, LossSettings(chunk=CHUNK), self.context, "head")
-        self.head.state.add(self.engine, HIDDEN, VOCABULARY)
+        self.head.state.add(HIDDEN, VOCABULARY)
         gemm = self.engine.gemms["head"]
         if fused and not gemm.supports_fused_loss:
             pytest.skip("GEMMs of this GPU need no transposed operands")

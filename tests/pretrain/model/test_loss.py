@@ -115,7 +115,7 @@ def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(
     engine = emulation_of(precision)
     context = context_of(engine, low_precision=True)
     head = LossHead(linear, LossSettings(chunk=128), context)
-    head.state.add(engine, 128, 256)
+    head.state.add(128, 256)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def recorded(logits: Tensor, labels: Tensor, *rest: Any, **options: Any) -> Tensor:
