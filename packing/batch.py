@@ -115,19 +115,11 @@ def build_microbatch(
     count = max(len(ends), documents) + 1
     offsets = np.full(count + -count % OFFSETS_MULTIPLE, total, dtype=np.int32)
     offsets[: len(ends) + 1] = np.append(0, ends)
-    return Microbatch(
-        input_ids=_tensor(input_ids[None], pin_memory),
-        position_ids=_tensor(position_ids[None], pin_memory),
-        labels=_tensor(labels[None], pin_memory),
-        cu_seqlens=_tensor(offsets, pin_memory),
-        max_seqlen=length,
-        valid_tokens=int(np.count_nonzero(is_label)),
-    )
-
-
-def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if pin_memory else tensor
+    arrays = (input_ids[None], position_ids[None], labels[None], offsets)
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if pin_memory:
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return Microbatch(*tensors, length, int(np.count_nonzero(is_label)))
 
 
 def blank_pack(length: int) -> Pack:

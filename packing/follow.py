@@ -40,8 +40,8 @@ from packing.token_log import PartTokens
 
 # Lock of the process that makes parts.
 PACKER_LOCK = ".packer.lock"
-# Smallest size of a chunk, in bytes.
-_LEAST_CHUNK = 2**12
+# Pattern of the names of parts.
+_PART = "part-" + "[0-9]" * 8
 # Seconds between two checks whether another part fits on the disk.
 _POLL_SECONDS = 0.2
 
@@ -119,7 +119,7 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
 
     Raises InputError if `data.streaming.disk_gb` is too small for the packs of one step.
     """
-    limit = settings.streamed.disk_gb * 1e9
+    disk_gb = settings.streamed.disk_gb
     sources = {name: maker.settings for name, maker in makers.items()}
     mixture = StreamedPacks(settings, sources).mixture
     shares = dict(zip(makers, mixture.shares_of_packs(), strict=True))
@@ -138,8 +138,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             # Read the position again, because the run has continued meanwhile.
             continue
         # The margin of 0.2 % and 64 KiB is for the other files of a part, such as its manifest.
-        needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
-        if needed <= limit:
+        needed = (bytes_below(settings.packs) + 1.002 * arranged.bytes() + 2**16) / 1e9
+        if needed <= disk_gb:
             manifest = makers[name].write(start, arranged, epoch)
             # Take the start of the next part from the manifest, whose values were converted to JSON
             # and back. The starts in the run's position are read from JSON too, so that equal
@@ -150,9 +150,9 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             yield False
         else:
             raise InputError(
-                f"data.streaming.disk_gb: {limit / 1e9:g} is too small: the packs of one step need "
-                f"{needed / 1e9:.3g} GB; either set data.streaming.disk_gb to "
-                f"{needed * 1.05e-9:.2g} or more, or start a new run with a smaller "
+                f"data.streaming.disk_gb: {disk_gb:g} is too small: the packs of one step need "
+                f"{needed:.3g} GB; either set data.streaming.disk_gb to "
+                f"{needed * 1.05:.2g} or more, or start a new run with a smaller "
                 "data.streaming.window (this run cannot continue with another window, because the "
                 "window determines the packs)"
             )
@@ -175,10 +175,7 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
                 starts.append(part.after)
     kept = {FIRST, *(part_folder(folder, kept_start.number).name for kept_start in starts[:-1])}
     # The second pattern finds the incomplete folders of packers that were killed.
-    for path in (
-        *folder.glob(f"part-{'[0-9]' * 8}"),
-        *folder.glob(f".part-{'[0-9]' * 8}.{'[0-9a-f]' * 8}.writing"),
-    ):
+    for path in (*folder.glob(_PART), *folder.glob(f".{_PART}.{'[0-9a-f]' * 8}.writing")):
         if path.name not in kept:
             # Delete the manifest first, because a part without a manifest is treated as absent.
             if not path.is_symlink():

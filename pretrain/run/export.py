@@ -252,7 +252,7 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
         # Open only existing packs. An export does not prepare packs.
         if recipe.data.packs.exists():
             data = Data(cast(Packs, open_packs(recipe.data, "train")), None)
-        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
+        tokenizer = load_tokenizer(recipe.data, recipe.model, data)
         fingerprint = fingerprint_in_use(recipe.data, recipe.model, data)
     except InputError as error:
         return None, str(error)

@@ -70,27 +70,24 @@ def with_tokens(
     # On the command line, null unsets the size of the recipe.
     if given.get("vocab_size") is None:
         given.pop("vocab_size", None)
-    if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
+    has_vocabulary = model.source or "vocab_size" in given
+    if has_vocabulary and not (needed or model.from_scratch):
         return model
     tokenizer = data.tokenizer if data else {}
     if settings.tokenizer is not None:
-        named = load_text_tokenizer(settings.tokenizer).describe()
-        for owner, fingerprint in (
-            (settings.packs, tokenizer.get("fingerprint")),
-            ("`model.source`", fingerprint_at(model.weights_source)),
-        ):
-            if fingerprint not in (None, named["fingerprint"]):
+        of_packs = tokenizer.get("fingerprint")
+        tokenizer = load_text_tokenizer(settings.tokenizer).describe()
+        of_weights = fingerprint_at(model.weights_source)
+        for owner, fingerprint in ((settings.packs, of_packs), ("`model.source`", of_weights)):
+            if fingerprint not in (None, tokenizer["fingerprint"]):
                 raise InputError(
-                    f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not "
-                    f"the tokenizer of {owner} ({fingerprint[:12]}); set `data.tokenizer` to the "
-                    f"tokenizer of {owner}, and prepare the packs with it"
+                    f"`data.tokenizer`: {settings.tokenizer} ({tokenizer['fingerprint'][:12]}) is "
+                    f"not the tokenizer of {owner} ({fingerprint[:12]}); set `data.tokenizer` to "
+                    f"the tokenizer of {owner}, and prepare the packs with it"
                 )
-        tokenizer = named
-    if (
-        "vocab_size" not in tokenizer
-        or model.weights_source is not None
-        or (model.source and tokenizer.get("fingerprint") in (None, fingerprint_at(model.source)))
-    ):
+    if "vocab_size" not in tokenizer or model.weights_source:
+        return model
+    if model.source and tokenizer.get("fingerprint") in (None, fingerprint_at(model.source)):
         return model
     default = load_config(
         model if model.source else ModelSettings(config={"model_type": given["model_type"]})
@@ -119,16 +116,14 @@ def tokens_of(
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
         key = f"{role}_token_id"
-        token = tokenizer[f"{role}_id"]
+        values[key] = token = tokenizer[f"{role}_id"]
         ids = given.get(key)
         allowed = ids if isinstance(ids, list) else [ids]
-        if ids is not None and token is not None and token not in allowed:
+        if None not in (ids, token) and token not in allowed:
             raise InputError(
                 f"`model.config.{key}: {ids}`: the {name} token of the data's tokenizer "
-                f"({tokenizer.get('name', 'unnamed')}) is {token}; remove `{key}` from "
-                "`model.config`"
+                f"({tokenizer['name']}) is {token}; remove `{key}` from `model.config`"
             )
-        values[key] = token
     return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
 
 
@@ -158,30 +153,28 @@ def tokenizer_for(
     The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if a
     needed tokenizer is missing, and if a prompt leaves no position for new tokens.
     """
-    samples = recipe.evaluate.samples
-    tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
-    for prompt in samples:
+    tokenizer = load_tokenizer(recipe.data, recipe.model, data)
+    for prompt in recipe.evaluate.samples:
+        if tokenizer is None:
+            raise InputError(
+                "`evaluate.samples` needs a tokenizer to encode the prompts, but there is none; "
+                "set `data.tokenizer`"
+            )
         encoded_prompt(tokenizer, prompt, model_config)
     return tokenizer
 
 
 def load_tokenizer(
-    settings: DataSettings, model: ModelSettings, data: Data | None = None, *, needed: bool
+    settings: DataSettings, model: ModelSettings, data: Data | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer for samples and for the exported folder, or None if there is none.
 
     `_location` chooses the tokenizer. The returned tokenizer has the chat template of the packs,
-    which has converted conversations to text. Raise InputError if `needed` is set but there is no
-    tokenizer. Also raise InputError if an exported copy of the tokenizer would encode text
-    differently from the packs.
+    which has converted conversations to text. Raise InputError if an exported copy of the tokenizer
+    would encode text differently from the packs.
     """
     location = _location(settings, model, data)
     if location is None:
-        if needed:
-            raise InputError(
-                "`evaluate.samples` needs a tokenizer to encode the prompts, but there is none; "
-                "set `data.tokenizer`"
-            )
         return None
     # The description of the packs' tokenizer has its fingerprint and the ids of special tokens.
     of_packs = data.tokenizer if data else {}
@@ -213,12 +206,12 @@ def stop_after_answers(
         source.messages or source.chat_template or (folder_of(source) / CHAT_TEMPLATE).is_file()
         for source in training_sources(settings).values()
     )
-    if tokenizer is not None and has_chats and hf.can_generate():
-        eos = hf.generation_config.eos_token_id
-        ids = [*(eos if isinstance(eos, list) else [eos]), end_of_answers(tokenizer)]
-        hf.generation_config.eos_token_id = [
-            *dict.fromkeys(number for number in ids if number is not None)
-        ] or None
+    if tokenizer is None or not has_chats or not hf.can_generate():
+        return
+    eos = hf.generation_config.eos_token_id
+    ids = [*(eos if isinstance(eos, list) else [eos]), end_of_answers(tokenizer)]
+    unique = dict.fromkeys(number for number in ids if number is not None)
+    hf.generation_config.eos_token_id = [*unique] or None
 
 
 def end_of_answers(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -147,7 +147,7 @@ def load_for(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     load_text_tokenizer.cache_clear()
     settings = DataSettings(packs=folder / "packs", length=32, tokenizer=str(folder))
-    return load_tokenizer(settings, ModelSettings(config={"model_type": kind}), needed=True)
+    return load_tokenizer(settings, ModelSettings(config={"model_type": kind}))
 
 
 CLASSES = [
