@@ -153,28 +153,21 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     smallest. The function places pieces of equal size together. This has the same result, because
     the fullest pack stays the fullest one until it has no room for another piece of this size.
     """
-    open_packs = _OpenPacks()
+    open_packs = _OpenPacks(capacity)
     pack_of = np.arange(len(sizes))
     # For packs of up to 65,535 tokens, the spare room of a pack fits 16 bits. NumPy's stable sort
     # of 16-bit numbers is a radix sort, which takes linear time.
     spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
     longest_first = np.argsort(spare, kind="stable")
     spares, counts = np.unique(spare, return_counts=True)
-    packs = 0
     placed = 0
     for size, count in zip(
         (capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True
     ):
         while count:
             room = open_packs.tightest(size)
-            per_pack = (room or capacity) // size
-            most_packs = -(-count // per_pack)
-            if room:
-                chosen = open_packs.take(room, most_packs)
-            else:
-                room = capacity
-                chosen = list(range(packs, packs + most_packs))
-                packs += most_packs
+            per_pack = room // size
+            chosen = open_packs.take(room, -(-count // per_pack))
             added = min(count, per_pack * len(chosen))
             pack_of[longest_first[placed : placed + added]] = np.repeat(chosen, per_pack)[:added]
             in_last = added - per_pack * (len(chosen) - 1)
@@ -182,27 +175,33 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
             open_packs.add(room - in_last * size, chosen[-1:])
             placed += added
             count -= added
-    return pack_of, packs
+    return pack_of, open_packs.count
 
 
 class _OpenPacks:
     """Packs that are not full, grouped by their room: the number of tokens that still fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # Number of packs that were opened.
+        self.count = 0
         self._by_room: dict[int, list[int]] = {}
-        # Bit r is set if a pack has room for exactly r tokens.
-        self._rooms = 0
+        # Bit r is set if a pack has room for exactly r tokens. A new pack can always be opened.
+        self._rooms = 1 << capacity
 
     def tightest(self, size: int) -> int:
-        """Return the room of the fullest pack that can take `size` tokens, or 0 if no pack can."""
+        """Return the room of the fullest pack that can take `size` tokens."""
         fitting = self._rooms >> size
-        return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
+        return size + (fitting & -fitting).bit_length() - 1
 
     def take(self, room: int, most: int) -> list[int]:
         """Remove at most `most` of the packs with this room, and return them.
 
-        The packs that were added last are removed.
+        The packs that were added last are removed. Empty packs are opened.
         """
+        if room == self._capacity:
+            self.count += most
+            return list(range(self.count - most, self.count))
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]
@@ -276,7 +275,7 @@ class Arranged:
         counts = self.tokens.counts
         packs = sum(map(len, self.layouts.values()))
         lengths = self.tokens.lengths
-        statistics = {
+        statistics: dict[str, Any] = {
             "documents": counts.documents,
             "tokens": counts.tokens,
             "packs": packs,

@@ -125,22 +125,18 @@ class PackMaker(ExitStack):
         if self.source.is_local:
             statistics["source_identity"] = self.source.identity
         path = self.settings.packs
-        if self.settings.stream:
-            path = part_folder(path, start.number)
-            after = PartStart(
-                number=start.number + 1,
-                epoch=epoch,
-                place=arranged.tokens.after,
-                first=start.first + len(arranged.layouts["train"]),
-            )
-            statistics["stream"] = {"start": asdict(start), "after": asdict(after)}
         splits: Iterable[Split] = ["train"]
-        texts = {}
+        texts: dict[str, str] = {}
         if start.number == 0:
             splits = arranged.layouts
             texts["tokenizer.json"] = self.tokenizer.tokenizer.to_str(pretty=True)
             if isinstance(self.records, ChatColumns):
                 texts[CHAT_TEMPLATE] = self.records.template
+        if self.settings.stream:
+            path = part_folder(path, start.number)
+            first = start.first + len(arranged.layouts["train"])
+            after = PartStart(start.number + 1, epoch, arranged.tokens.after, first)
+            statistics["stream"] = {"start": asdict(start), "after": asdict(after)}
         with as_input_error(
             (OSError,), f"{path}: cannot be written", "correct the cause and run the command again"
         ):

@@ -136,18 +136,17 @@ def holds_packs_of(settings: DataSettings) -> bool:
         recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"][:12]
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint[:12]
     # The text of a chat template in a file may have changed too.
-    if (packs / CHAT_TEMPLATE).is_file() and os.path.exists(
-        settings.chat_template or str(settings.tokenizer)
-    ):
+    saved = packs / CHAT_TEMPLATE
+    name = settings.chat_template or str(settings.tokenizer)
+    if saved.is_file() and os.path.exists(name):
         try:
             template = chat_template(settings.chat_template, str(settings.tokenizer))
         except InputError:
             raise InputError(
-                f"{packs}: these packs were prepared with a chat template that "
-                f"{settings.chat_template or settings.tokenizer} no longer has; copy "
-                f"{packs / CHAT_TEMPLATE} to the folder of the tokenizer"
+                f"{packs}: these packs were prepared with a chat template that {name} no longer "
+                f"has; copy {saved} to the folder of the tokenizer"
             ) from None
-        recorded["chat template"] = hash_of((packs / CHAT_TEMPLATE).read_bytes().decode())[:12]
+        recorded["chat template"] = hash_of(saved.read_bytes().decode())[:12]
         requested["chat template"] = hash_of(template)[:12]
     if changes := describe_changes(recorded, requested):
         raise InputError(

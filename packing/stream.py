@@ -333,8 +333,12 @@ class StreamedPacks(Packs):
             raise IndexError(f"{self.path}: pack {index} is not on the disk")
 
         number, place = divmod(index, ENDLESS)
-        part = list(self.sources.values())[number].part_of(place, wait)
+        part = self.part_of(number, place, wait)
         return part.packs[place - part.start.first]
+
+    def part_of(self, number: int, place: int, wait: Callable[[], None]) -> Part:
+        """Return the part of source `number` that has the pack at `place` (see `SourceStream`)."""
+        return list(self.sources.values())[number].part_of(place, wait)
 
     def start_at(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the `state` of a checkpoint, or start at the first pack if it is None."""
@@ -398,12 +402,9 @@ class StreamOrder(Order):
         if self.packs.packer is not None:
             self.packs.packer.check()
 
-    def _part_of(self, number: int, place: int) -> Part:
-        return list(self.packs.sources.values())[number].part_of(place, self._wait)
-
     def part_at(self, number: int, place: int) -> tuple[int, range, int]:
         """Return the part of a source that has the pack at `place`. See `Order`."""
-        part = self._part_of(number, place)
+        part = self.packs.part_of(number, place, self._wait)
         places = range(part.start.first, part.after.first)
         return part.start.number, places, number * ENDLESS + places.start
 
@@ -418,8 +419,8 @@ class StreamOrder(Order):
         epochs = []
         for number, name in enumerate(self.packs.sources):
             # The part that has the source's last pack before `place`, or the source's first part.
-            packs = int(self.mixture.packs_before(place)[number])
-            part = self._part_of(number, max(packs - 1, 0))
+            count = int(self.mixture.packs_before(place)[number])
+            part = self.packs.part_of(number, max(count - 1, 0), self._wait)
             epochs.append(float(part.after.epoch))
             end = f"/{name}" if name else ""
             figures[f"epoch{end}"] = epochs[-1]

@@ -13,7 +13,7 @@ from foundation.errors import InputError
 from foundation.reading import load_object
 from lab.experiments.protocol import Protocol, Rounds
 from packing.arrow import Packs
-from packing.order import MixedPacks, Mixture
+from packing.order import mixture_of
 from packing.prepare import prepare
 from packing.store import open_packs
 from packing.stream import StreamedPacks
@@ -118,7 +118,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
         if packs.continues:
             return math.inf
         packs = packs.first_parts
-    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
+    mixture = mixture_of(packs)
     # Number of packs, counted over all sources, until one source has no unused pack left.
     shares = mixture.shares_of_packs()
     used_up = min(count / share for count, share in zip(mixture.counts, shares, strict=True))

@@ -19,7 +19,7 @@ from packing.batch import (
     read_pack,
     sum_of_squares,
 )
-from packing.order import MixedPacks, evenly
+from packing.order import evenly, mixture_of
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, unprepared
@@ -69,15 +69,13 @@ class Data:
 
         Lengths are in tokens. The attention cost of a token is proportional to this length. In one
         pack, the mean is the sum of squared document lengths divided by the pack length. The mean
-        over all packs is estimated from evenly spaced packs of each source. If the weights of
-        sources change during the run, it is the mean in the first phase.
+        over all packs is estimated from evenly spaced packs of each source.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
             for packs in self.train.by_source.values()
         ]
-        readable = self.readable
-        weights = readable.mixture.shares_of_packs() if isinstance(readable, MixedPacks) else None
+        weights = mixture_of(self.readable).shares_of_packs()
         return float(np.average(means, weights=weights)) / self.train.length
 
     @cached_property
@@ -180,14 +178,17 @@ def evaluated_packs(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
         (`evaluate.packs`), or None for all packs. The same share of packs is read from every
         source, but at least one pack.
     """
-    sources = {} if packs is None else packs.by_source
+    if packs is None:
+        return {}
     # The held-out split may be empty. Then avoid a division by zero below.
-    total = sum(map(len, sources.values())) or 1
-    evaluated = total if limit is None else limit
-    return {
-        name: (source, min(len(source), max(1, round(evaluated * len(source) / total))))
-        for name, source in sources.items()
-    }
+    total = sum(map(len, packs.by_source.values())) or 1
+    evaluated = {}
+    for name, source in packs.by_source.items():
+        count = len(source)
+        if limit is not None:
+            count = min(count, max(1, round(limit * count / total)))
+        evaluated[name] = (source, count)
+    return evaluated
 
 
 def check_labels(data: Data, settings: DataSettings, evaluated: int | None = None) -> None:
