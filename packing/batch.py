@@ -119,7 +119,9 @@ def build_microbatch(
     tensors = [torch.from_numpy(array) for array in arrays]
     if pin_memory:
         tensors = [tensor.pin_memory() for tensor in tensors]
-    return Microbatch(*tensors, length, int(np.count_nonzero(is_label)))
+    ids, positions, targets, cu_seqlens = tensors
+    valid_tokens = int(np.count_nonzero(is_label))
+    return Microbatch(ids, positions, targets, cu_seqlens, length, valid_tokens)
 
 
 def blank_pack(length: int) -> Pack:

@@ -176,10 +176,8 @@ def load_tokenizer(
     location = _location(settings, model, data)
     if location is None:
         return None
-    # The description of the packs' tokenizer has its fingerprint and the ids of special tokens.
-    of_packs = data.tokenizer if data else {}
-    is_same = of_packs.get("fingerprint") == fingerprint_at(location)
-    tokenizer = tokenizer_in(location, of_packs if is_same else None)
+    # Packs record the ids of special tokens. Their tokenizer.json has no names of these tokens.
+    tokenizer = tokenizer_in(location, data.tokenizer if data else None)
     templates = (source.chat_template for source in training_sources(settings).values())
     template = next(filter(None, templates), None)
     file = data.find_file(CHAT_TEMPLATE) if data else None
@@ -268,17 +266,19 @@ def tokenizer_in(location: str, ids: Mapping[str, Any] | None = None) -> PreTrai
     transformers would add them with new ids. Raise InputError if there is no tokenizer.json.
 
     location: the file, folder or hub repository.
-    ids: a dict with the ids of EOS, BOS and padding, as `TextTokenizer.describe` returns it. None:
-        read the ids from `location`.
+    ids: a dict with the ids of EOS, BOS and padding, as `TextTokenizer.describe` returns it. If it
+        is empty or None, read the ids from `location`.
     """
     text_tokenizer = load_text_tokenizer(location)
+    backend = text_tokenizer.tokenizer
     ids = ids or text_tokenizer.describe()
-    tokens: dict[Any, str] = {
-        number: token for token, number in text_tokenizer.tokenizer.get_vocab().items()
-    }
-    options: dict[str, Any] = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
+    # The value None removes a token that only a configuration file names.
+    options: dict[str, Any] = {}
+    for role in ROLES:
+        number = ids[f"{role}_id"]
+        options[f"{role}_token"] = None if number is None else backend.id_to_token(number)
     if Path(location).is_file():
-        return PreTrainedTokenizerFast(tokenizer_object=text_tokenizer.tokenizer, **options)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     name, options["revision"] = split_revision(location)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
     # Remove the reference to a tokenizer class in the repository, because code is not exported.
