@@ -41,11 +41,13 @@ def encode_texts(
     `encode_batch`, or `encode_batch_fast`, which does not compute offsets. Raises ValueError if a
     long text cannot be encoded in windows.
     """
-    encodings = iter(
-        encode_batch([text for text in texts if len(text) <= 4 * WINDOW], add_special_tokens=False)
-    )
+    short_texts = [text for text in texts if len(text) <= 4 * WINDOW]
+    encodings = iter(encode_batch(short_texts, add_special_tokens=False))
     for text in texts:
-        yield [next(encodings)] if len(text) <= 4 * WINDOW else encode_in_windows(tokenizer, text)
+        if len(text) <= 4 * WINDOW:
+            yield [next(encodings)]
+        else:
+            yield encode_in_windows(tokenizer, text)
 
 
 def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[np.recarray]:
@@ -54,21 +56,20 @@ def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[np.recarray]:
     Raises ValueError if two windows have no boundary at which they can be joined.
     """
     overlap = WINDOW // 8
-    begin = 0
-    tokens: Any = _encode_window(tokenizer, text, begin)
-    while (end := begin + WINDOW) < len(text):
+    tokens: Any = _encode_window(tokenizer, text, 0)
+    end = WINDOW
+    while end < len(text):
+        begin = end - overlap
         # Begin the next window at the last boundary that leaves an overlap, if possible at a word.
-        near_end = slice(*np.searchsorted(tokens.offsets[:, 0], [end - 2 * overlap, end - overlap]))
-        _, begin = max(
-            zip(tokens.boundary[near_end], tokens.offsets[near_end, 0].tolist(), strict=True),
-            default=(0, end - overlap),
-        )
+        near_end = tokens[_starting_in(tokens, begin - overlap, begin)]
+        if len(near_end):
+            best = np.flatnonzero(near_end.boundary == near_end.boundary.max())
+            begin = int(near_end.offsets[best[-1], 0])
         following = _encode_window(tokenizer, text, begin)
         # Tokens at the borders of a window may differ from those of the whole text.
-        middle = [begin + overlap // 4, end - overlap // 4]
-        left, right = (
-            slice(*np.searchsorted(rows.offsets[:, 0], middle)) for rows in (tokens, following)
-        )
+        margin = overlap // 4
+        left = _starting_in(tokens, begin + margin, end - margin)
+        right = _starting_in(following, begin + margin, end - margin)
         # Both windows must have the tokens on both sides of a join. So the first token of the
         # middle has no join before it.
         joins = np.flatnonzero(tokens.boundary[left][1:]) + 1
@@ -79,16 +80,25 @@ def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[np.recarray]:
             )
         yield tokens[: left.start + joins[0]]
         tokens = following[right.start + joins[0] :]
+        end = begin + WINDOW
     yield tokens
+
+
+def _starting_in(tokens: Any, begin: int, end: int) -> slice:
+    """Return the indices of the tokens that start at the characters `begin` to `end - 1`."""
+    starts = tokens.offsets[:, 0]
+    first, last = np.searchsorted(starts, [begin, end]).tolist()
+    return slice(first, last)
 
 
 def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
     """Return the tokens of the window of `text` that begins at character `begin`."""
     encoding = tokenizer.encode(text[begin : begin + WINDOW], add_special_tokens=False)
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin
-    starts_word = np.diff(np.array(encoding.word_ids, np.int64), prepend=0) != 0
+    words = np.array(encoding.word_ids, np.int64)
+    starts_word = np.diff(words, prepend=0) != 0
+    strength = 2 * starts_word + isinstance(tokenizer.model, BPE)
     # The text is not cut between tokens that share a character, such as its bytes.
-    boundary = (np.roll(offsets[:, 1], 1) <= offsets[:, 0]) * (
-        2 * starts_word + isinstance(tokenizer.model, BPE)
-    )
+    previous_ends = np.roll(offsets[:, 1], 1)
+    boundary = strength * (previous_ends <= offsets[:, 0])
     return np.rec.fromarrays([encoding.ids, offsets, boundary], dtype=_FIELDS)

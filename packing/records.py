@@ -440,12 +440,12 @@ class TokenColumns(Records):
     vocabulary: int
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
-        present = [name for name in self.optional if record.get(name) is not None]
+        ids = whole_numbers(self.columns[0], record[self.columns[0]] or ())
         columns = {
-            name: whole_numbers(name, record[name] or ())
-            for name in dict.fromkeys([*self.columns, *present])
+            name: whole_numbers(name, record[name])
+            for name in self.optional
+            if record.get(name) is not None
         }
-        ids = columns.pop(self.columns[0])
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0
         unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]
@@ -455,9 +455,10 @@ class TokenColumns(Records):
                 f"{self.vocabulary:,} ids; set data.tokenizer to the tokenizer of these ids"
             )
         trained = trained_tokens(ids, columns)
-        marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
+        if trained is not None:
+            ids = np.where(trained, ids, ids | UNTRAINED)
         starts = np.flatnonzero(np.diff(numbers[is_real])) + 1
-        documents = np.split(marked[is_real].astype(np.uint32), starts)
+        documents = np.split(ids[is_real].astype(np.uint32), starts)
         return [document for document in documents if len(document)]
 
     def encode(

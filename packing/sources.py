@@ -18,14 +18,15 @@ with more than a few dozen cores.
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -145,39 +146,35 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(suffix_of(path))
 
 
-def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
+def _choose(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
     """Return the kind of the files to read, their paths, and a note about files that are not read.
 
     `name` is the folder or the pattern of `files`. Files of the kind with the most bytes are read.
     Raises InputError if the files of unknown kinds have the most bytes, or if text files, such as a
     README, have more bytes than JSONL or Parquet files.
     """
-    by_kind: dict[str | None, list[Path]] = {}
+    sizes: Counter[str | None] = Counter()
     for path in files:
-        by_kind.setdefault(kind_of(path), []).append(path)
-    kind = max(by_kind, key=lambda kind: _bytes_of(by_kind[kind]), default=None)
+        # A link to a missing file has no size.
+        sizes[kind_of(path)] += path.stat().st_size if path.exists() else 0
+    kind = max(sizes, key=sizes.__getitem__, default=None)
     if kind is None:
         raise InputError(
             f"data.source: {name}: there are no files of a known kind, or files of unknown kinds "
             "have most of the bytes; set data.source to a file with a known suffix, or to a "
             f"pattern that matches such files, such as 'FOLDER/**/*.txt'; {_READABLE}"
         )
-    if kind == "text" and by_kind.keys() & {"jsonl", "parquet"}:
+    if kind == "text" and sizes.keys() & {"jsonl", "parquet"}:
         raise InputError(
             f"data.source: {name}: has text files, and smaller JSONL or Parquet files; set "
             "data.source to a pattern that matches the files to read, such as 'FOLDER/*.jsonl'"
         )
-    paths = by_kind.pop(kind)
-    suffixes = Counter(path.suffix for group in by_kind.values() for path in group)
+    suffixes = Counter(path.suffix for path in files if kind_of(path) != kind)
     unread = ", ".join(
         f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(8)
     )
+    paths = [path for path in files if kind_of(path) == kind]
     return kind, paths, unread and f"\nfiles not read: {unread}"
-
-
-def _bytes_of(paths: Iterable[Path]) -> int:
-    """Return the total size of files. A link to a missing file has no size."""
-    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def refuse_common_files(settings: DataSettings) -> None:
@@ -302,27 +299,19 @@ class FileSource:
         # Offset in the file, in bytes.
         at = offset.get("at", 0)
         line = offset.get("line", 1)
-        with open_stream(path) as stream:
+        with io.BufferedReader(open_stream(path)) as stream:  # type: ignore[type-var]
             if stream.seekable():
                 stream.seek(at)
             else:
                 # Read a compressed file up to the offset, because its stream cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
-            pending = bytearray()
-            # The empty block at the end yields the bytes that are still pending: a last line
-            # without a newline.
-            for block in chain(iter(partial(stream.read, size), b""), [b""]):
-                pending += block
-                cut = len(pending)
-                if block:
-                    cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
-                if payload := bytes(pending[:cut]):
-                    del pending[:cut]
-                    first = line
-                    at += cut
-                    line += payload.count(b"\n")
-                    yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
+            while block := stream.read(size):
+                payload = block + stream.readline()
+                first = line
+                at += len(payload)
+                line += payload.count(b"\n")
+                yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
 
     def _array_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
@@ -396,12 +385,13 @@ class DatasetSource:
     def identity(self) -> dict[str, Any]:
         """Name, subset, split and fingerprint. A streamed dataset has None as its fingerprint."""
         is_streamed = self.settings.streaming and not self.is_local
+        fingerprint = None if is_streamed else self._data._fingerprint
         return {
             "kind": self.kind,
             "name": os.path.realpath(self.name) if self.is_local else self.name,
             "subset": self.settings.subset,
             "split": self.settings.split,
-            "fingerprint": None if is_streamed else self._data._fingerprint,
+            "fingerprint": fingerprint,
         }
 
     @property

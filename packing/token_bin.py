@@ -323,13 +323,16 @@ def _dtype_of(words: np.ndarray) -> str | None:
     larger = low[low > 16 * largest_upper]
     # If all upper halves are 0, the ids may be few different numbers, such as digits.
     least_different = _EVIDENCE if largest_upper else 2
-    if len(larger) >= max(_EVIDENCE, len(low) / 8) and len(np.unique(larger)) >= least_different:
+    has_many_larger = len(larger) >= max(_EVIDENCE, len(low) / 8)
+    if has_many_larger and len(np.unique(larger)) >= least_different:
         return "<i8" if is_int64 else "<u4"
     fewest = min(len(low), len(high))
     if is_int64 or 2 * fewest < _EVIDENCE or high[0] == high[-1]:
         return None
     # The largest difference of the two distributions, and a limit of its error.
-    shares = [np.searchsorted(half, values, "right") / len(half) for half in (low, high)]
-    is_alike = np.abs(shares[0] - shares[1]).max() <= 0.05 + 1.7 * np.sqrt(2 / fewest)
+    low_shares = np.searchsorted(low, values, "right") / len(low)
+    high_shares = np.searchsorted(high, values, "right") / len(high)
+    difference = np.abs(low_shares - high_shares).max()
+    limit = 0.05 + 1.7 * np.sqrt(2 / fewest)
     # No uint32 file has two small halves in each id.
-    return "<u2" if is_alike or values[-1] < 2**12 else None
+    return "<u2" if difference <= limit or values[-1] < 2**12 else None

@@ -7,7 +7,7 @@ a document number belongs to the token at the same index. Labels are not shifted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,20 @@ LABELS = "labels"
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
 
-def _from_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Return the number of the document of each token, for documents with these `lengths`."""
-    if lengths.min(initial=0) < 0:
-        raise ValueError("a document has a length below 0")
-    return np.repeat(np.arange(len(lengths)), lengths)
-
-
-# Columns that mark documents, and functions that return a number for each token. The number changes
-# at the first token of a document, and is negative for padding. If a record has several of these
-# columns, only the first one in this order is used.
-BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
-    **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
-    # These columns have 0 and the offset after each document. Some writers pad them with -1.
-    **dict.fromkeys(
-        ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"),
-        lambda ends: _from_lengths(np.diff(ends[ends >= 0])),
-    ),
-    **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
-    **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
-    # A document starts where a position is not the previous position plus one.
-    **dict.fromkeys(
-        ("position_ids", "input_pos"),
-        lambda positions: positions + np.arange(len(positions), 0, -1),
-    ),
-}
+# Columns with the lengths of the documents.
+_LENGTHS = (
+    *("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"),
+    *("document_lengths", "doc_lens"),
+)
+# Columns with 0 and the offset after each document. Some writers pad them with -1.
+_OFFSETS = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q")
+# Columns with the number of each token's document, which is negative for padding.
+_NUMBERS = ("sequence_id", "sequence_ids", "seq_idx", "document_ids", "doc_ids")
+# Columns with the position of each token in its document.
+_POSITIONS = ("position_ids", "input_pos")
+# Columns that mark documents. If a record has several of them, only the first one in this order is
+# used.
+BOUNDARIES = (*_LENGTHS, *_OFFSETS, *_NUMBERS, *_POSITIONS)
 # All columns that are read beside the token ids.
 TOKEN_COLUMNS = (LABELS, MASK, *LOSS_MASKS, *BOUNDARIES)
 
@@ -83,8 +71,9 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     mask = columns.get(MASK)
     is_real = np.ones(width, bool)
     numbers = np.zeros(width)
-    for name in [name for name in BOUNDARIES if name in columns][:1]:
-        numbers = BOUNDARIES[name](columns[name].astype(np.int64))
+    name = next((name for name in BOUNDARIES if name in columns), None)
+    if name is not None:
+        numbers = _numbers_in(name, columns[name].astype(np.int64))
     if mask is not None and len(mask) == width and mask.min(initial=0) >= 0:
         is_real = mask > 0
         if mask.max(initial=0) > 1:
@@ -96,8 +85,30 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
             f"the columns {', '.join(columns)} are for {len(numbers)} tokens, but the record has "
             f"{width}"
         )
-    documents = np.cumsum(np.append(0, numbers[1:] != numbers[:-1]))
-    return np.where(is_real & (numbers >= 0), documents, -1)
+    is_first = np.append(0, numbers[1:] != numbers[:-1])
+    return np.where(is_real & (numbers >= 0), np.cumsum(is_first), -1)
+
+
+def _numbers_in(name: str, values: np.ndarray) -> np.ndarray:
+    """Return a number for each token that changes at the first token of each document.
+
+    The number is negative for padding. `values` are those of the column `name` in BOUNDARIES.
+    """
+    if name in _LENGTHS:
+        return _from_lengths(values)
+    if name in _OFFSETS:
+        return _from_lengths(np.diff(values[values >= 0]))
+    if name in _POSITIONS:
+        # A document starts where a position is not the previous position plus one.
+        return values + np.arange(len(values), 0, -1)
+    return values
+
+
+def _from_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Return the number of the document of each token, for documents with these `lengths`."""
+    if lengths.min(initial=0) < 0:
+        raise ValueError("a document has a length below 0")
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
 def starts_of_documents(is_eos: np.ndarray, *, begins: bool) -> np.ndarray:
@@ -131,15 +142,17 @@ def trained_tokens(tokens: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
     neither labels nor a mask of zeros and ones.
     """
     trained = None
-    for name in [name for name in (LABELS, *LOSS_MASKS) if name in columns]:
+    for name in (LABELS, *LOSS_MASKS):
+        if name not in columns:
+            continue
         row = columns[name]
         without_loss, with_loss = (IGNORE, tokens) if name == LABELS else (0, 1)
-        if len(row) != len(tokens) or not ((row == without_loss) | (row == with_loss)).all():
+        has_loss = row != without_loss
+        if len(row) != len(tokens) or (has_loss & (row != with_loss)).any():
             value = "the token" if name == LABELS else "1"
             raise ValueError(
                 f"column `{name}` must have {value} or {without_loss} for each token; either write "
                 "the column without a shift, or remove it"
             )
-        has_loss = row != without_loss
         trained = has_loss if trained is None else trained & has_loss
     return trained
