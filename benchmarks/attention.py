@@ -119,7 +119,8 @@ def measure() -> list[dict[str, Any]]:
             # A mask over long packs needs much memory and time, and `auto` uses it on no GPU.
             if kind == "sdpa" and device == "cuda":
                 continue
-            if obstacle := attention._obstacle(kind, device, heads[2], dtype):
+            name = "flash_attn" if kind == "fa4" else kind
+            if obstacle := attention.obstacle(name, attention.Case(device, heads[2], dtype)):
                 reasons[kind] = obstacle
                 continue
             try:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import cards_in
-from pretrain.model.attention import refusal_of
+from pretrain.model.attention import Case, refusal_of
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -47,13 +47,8 @@ def plan_on(
 def obstacle(plan: Plan) -> str | None:
     """Return the reason why its devices cannot run `plan`, or None if they can."""
     devices = plan.devices
-    refusal = refusal_of(
-        plan.recipe.model.attention,
-        "cuda",
-        plan.flops.shape.head_dim,
-        plan.compute_dtype,
-        devices.capability,
-    )
+    case = Case("cuda", plan.flops.shape.head_dim, plan.compute_dtype, devices.capability)
+    refusal = refusal_of(plan.recipe.model.attention, case)
     if refusal:
         return refusal
     for active in plan.precisions:

@@ -30,8 +30,8 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -57,12 +57,6 @@ from pretrain.settings.recipe import Attention
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# Backends from the fastest to the slowest, if documents are long. In recipes, `fa4` is called
-# `flash_attn`. This name is not used here, because transformers loads its own kernels for names
-# that contain "flash". `varlen` is torch's version of FlashAttention-2.
-FASTEST_FIRST: tuple[str, ...] = ("fa4", "cudnn", "varlen", "documents", "sdpa")
-# Head sizes of our Triton kernels.
-TRITON_HEAD_DIMS = (16, 32, 64)
 # With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
 # is at most SHORT. The mean is weighted: it is the mean over all tokens of the length of the
 # token's document. On an H100, our kernels were faster than the others at 545 tokens, and 9 %
@@ -70,16 +64,6 @@ TRITON_HEAD_DIMS = (16, 32, 64)
 # linearly. With heads of 128 values, training steps did not become faster, so these heads are not
 # supported (benchmarks/results/kernels/h100_short_documents.json).
 SHORT = 768
-MAX_FLASH_HEAD_DIM = 256
-# Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
-FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
-# Head sizes for which cuDNN is used. On an H200, it was always faster than `varlen` with these, but
-# with heads of 96 values it took up to 2.8 times as long for documents of up to 2,000 tokens. With
-# heads of 256 values, its gradients of queries were wrong by a third.
-CUDNN_HEAD_DIMS = (64, 128)
-# Major compute capabilities for which FlashAttention-4 and cuDNN are used: 9 (Hopper) and 10
-# (data-centre Blackwell). The speed was measured on Hopper only.
-FLASH_GENERATIONS = (9, 10)
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
@@ -96,154 +80,7 @@ WIDE = 4
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-# ── The choice of a backend ──
-
-
-class Choice(NamedTuple):
-    """An attention backend and the reason for it, for the audit."""
-
-    name: str  # transformers' `attn_implementation`
-    reason: str
-
-
-def require(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise InputError if the requested attention backend cannot run. "auto" can always run."""
-    if refusal := refusal_of(requested, device_type, head_dim, dtype):
-        raise InputError(refusal)
-
-
-def refusal_of(
-    requested: Attention,
-    device_type: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None = None,
-) -> str | None:
-    """Return the message for a requested backend that cannot run, or None if it can run.
-
-    See `choose` for `capability`.
-    """
-    if requested == "auto":
-        return None
-    obstacle = _obstacle(_kind_of(requested), device_type, head_dim, dtype, capability)
-    if obstacle is None:
-        return None
-    return (
-        f"model.attention: {requested} cannot be used here: {requested} {obstacle}; "
-        "set model.attention: auto"
-    )
-
-
-def choose(
-    requested: Attention,
-    device_type: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    mean_length: float,
-    capability: tuple[int, int] | None = None,
-) -> Choice:
-    """Return the attention backend for a device, a head size, a compute dtype and documents.
-
-    Return the requested backend, which `require` has checked. If `requested` is "auto", return the
-    fastest backend that can run. The parity check at the start of a run tests the results of the
-    backend.
-
-    mean_length: mean over all tokens of the length of the token's document.
-    capability: the CUDA compute capability of a GPU that this machine does not have. It is assumed
-        that the machine of this GPU has all packages of requirements-cuda.txt.
-    """
-    if requested != "auto":
-        return Choice(f"packed_{_kind_of(requested)}", "requested")
-    kinds = FASTEST_FIRST
-    reasons = ["fastest that runs here"]
-    # Our Triton kernels were measured to be the fastest in this case.
-    if (
-        device_type == "cuda"
-        and head_dim == 64
-        and mean_length <= SHORT
-        and (capability or torch.cuda.get_device_capability())[0] == 9
-    ):
-        kinds = ("triton", *FASTEST_FIRST)
-        reasons = ["fastest that runs here for short documents"]
-    for kind in kinds:
-        obstacle = _obstacle(kind, device_type, head_dim, dtype, capability)
-        if obstacle is None:
-            break
-        reasons.append(f"{'flash_attn' if kind == 'fa4' else kind} {obstacle}")
-    return Choice(f"packed_{kind}", "; ".join(reasons))
-
-
-def _kind_of(requested: Attention) -> str:
-    """Return the kind of the backend that a recipe requests."""
-    return "fa4" if requested == "flash_attn" else requested
-
-
-def _obstacle(
-    kind: str,
-    device_type: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None = None,
-) -> str | None:
-    """Return the reason why a backend cannot run, with a remedy if there is one.
-
-    Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
-    this text. Return None if the backend can run. See `choose` for `capability`.
-    """
-    if kind in ("sdpa", "documents"):
-        needs_cpu = kind == "documents" and device_type != "cpu"
-        return f"needs a CPU, and the device is {device_type}" if needs_cpu else None
-    if device_type != "cuda":
-        return f"needs a CUDA device, and the device is {device_type}"
-    generation, minor = capability or torch.cuda.get_device_capability()
-    gpu = f"the GPU is sm_{generation}{minor}"
-    computed = str(dtype).removeprefix("torch.")
-    heads = f"the model's heads have {head_dim}"
-    # Map each reason to a value that is true if the reason applies.
-    reasons = {
-        f"needs an Ampere GPU (sm_80) or newer, and {gpu}": generation < 8,
-        f"needs BF16, and the run computes in {computed} (set precision: bf16)": (
-            dtype not in (torch.bfloat16, torch.float16)
-        ),
-        f"needs heads of 16, 32 or 64 values, and {heads}": (
-            kind == "triton" and head_dim not in TRITON_HEAD_DIMS
-        ),
-        f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
-        f"the model's head dimension is {head_dim}": (
-            kind != "triton" and (head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8)
-        ),
-        f"needs an sm_90 or sm_100 GPU, and {gpu}": (
-            kind in ("fa4", "cudnn") and generation not in FLASH_GENERATIONS
-        ),
-        f"needs heads of 64 or 128 values, and {heads}": (
-            kind == "cudnn" and head_dim not in CUDNN_HEAD_DIMS
-        ),
-        # On Hopper, the workspace of the deterministic backward grows with the square of T.
-        "has no deterministic backward (set deterministic: false)": (
-            kind == "cudnn" and torch.are_deterministic_algorithms_enabled()
-        ),
-        f"has no kernel that was measured on this GPU for a head dimension of {head_dim}": (
-            kind == "fa4"
-            and (head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256))
-        ),
-    }
-    obstacle = next((reason for reason, applies in reasons.items() if applies), None)
-    # This check is the last one, because the imports take seconds.
-    if obstacle is None and capability is None:
-        obstacle = _missing_package(kind)
-    return obstacle
-
-
-def _missing_package(kind: str) -> str | None:
-    """Return the package of a backend that cannot be imported, as `_obstacle`."""
-    if kind == "cudnn" and (missing := transformer_engine.missing()):
-        return f"needs Transformer Engine: {missing}"
-    if kind == "fa4":
-        try:
-            _flash()
-        except (ImportError, OSError, AttributeError) as error:
-            return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
-    return None
+# ── Models that are supported ──
 
 
 def check_documents(model: PreTrainedModel) -> None:
@@ -254,33 +91,31 @@ def check_documents(model: PreTrainedModel) -> None:
 
     model: the model, on the meta device or not.
     """
+    if refusal := _mixing_part(model):
+        raise InputError(f"model: {type(model).__name__} {refusal}; choose another model")
+
+
+def _mixing_part(model: PreTrainedModel) -> str | None:
+    """Return the reason why the tokens of packed documents would be mixed, or None."""
     config: Any = model.config
+    sees_later = any(getattr(module, "is_causal", None) is False for module in model.modules())
+    if config.is_encoder_decoder or sees_later:
+        return "has tokens that attend to later tokens"
     # The kind of each layer, or None if all layers are of one kind. For example, all layers of
     # Mistral have the same sliding window.
     layer_types = getattr(config, "layer_types", None)
     supported = {"full_attention", "sliding_attention", "mlp", "moe"}
     unsupported = sorted({*(layer_types or ())} - supported)
-    other = "choose another model"
-    reasons = {
-        f"has tokens that attend to later tokens; {other}": config.is_encoder_decoder
-        or any(getattr(module, "is_causal", None) is False for module in model.modules()),
-        f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
-        f"kernels that reset their state at each document; {other}": (
-            unsupported or (model._is_stateful and layer_types is None)
-        ),
-        # A model that does not use the registry ignores the attention function that is chosen, and
-        # tokens attend to other documents.
-        "does not use transformers' attention registry, which keeps documents apart; "
-        f"{other}": not model._supports_attention_backend,
-    }
-    _refuse(model, reasons)
-
-
-def _refuse(model: PreTrainedModel, reasons: Mapping[str, Any]) -> None:
-    """Raise InputError with the first reason whose value is true."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise InputError(f"model: {type(model).__name__} {reason}")
+    if unsupported or (model._is_stateful and layer_types is None):
+        return (
+            f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
+            "kernels that reset their state at each document"
+        )
+    # A model that does not use the registry ignores the attention function that is chosen, and
+    # tokens attend to other documents.
+    if not model._supports_attention_backend:
+        return "does not use transformers' attention registry, which keeps documents apart"
+    return None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -293,41 +128,56 @@ def check(model: PreTrainedModel, length: int) -> None:
         length: Pack length in tokens.
     """
     check_documents(model)
+    if refusal := _unsupported_scores(model) or _unsupported_value(model.config, length):
+        raise InputError(f"model: {type(model).__name__} {refusal}")
+
+
+def _unsupported_scores(model: PreTrainedModel) -> str | None:
+    """Return the reason why no kernel computes the attention of the architecture, or None."""
     config: Any = model.config
-    text_config = config.get_text_config()
-    sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
+    other = "choose another model"
+    sink = next((name for name, _ in model.named_parameters() if "sink" in name), None)
+    if sink is not None:
+        return (
+            f"has attention sinks ({sink}); they need kernels with a sink in the softmax; {other}"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        return f"has latent keys; they need kernels for keys wider than values; {other}"
     cap = getattr(config, "attn_logit_softcapping", None)
+    if cap:
+        return (
+            f"caps its scores at {cap}, which no kernel here computes; {other}, or train from "
+            "scratch without the cap (`model.config.attn_logit_softcapping: null`)"
+        )
+    if not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping"):
+        return f"has attention scores that torch's own attention does not compute; {other}"
+    return None
+
+
+def _unsupported_value(config: Any, length: int) -> str | None:
+    """Return the reason why a value of the configuration is not supported, or None."""
+    text_config = config.get_text_config()
     heads = getattr(text_config, "num_attention_heads", None)
     kv = getattr(text_config, "num_key_value_heads", None)
+    if heads and kv and heads % kv:
+        return (
+            f"has `num_attention_heads: {heads}`, which is not a multiple of "
+            f"`num_key_value_heads: {kv}`; change one of them in `model.config`"
+        )
+    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if dropout := getattr(config, key, None):
+            return (
+                f"has {key} {dropout}, but packed attention does not compute dropout; set "
+                f"`model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and embd_pdrop "
+                "of GPT-2, has keys of its own)"
+            )
     longest = longest_rotated(text_config)
-    other = "choose another model"
-    # Map each reason for a rejection to a value that is true if this reason applies. All reasons
-    # are formatted for every model, so formatting must not fail without `sinks` or without a `cap`.
-    reasons = {
-        f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
-        f"the softmax; {other}": sinks,
-        f"has latent keys; they need kernels for keys wider than values; {other}": (
-            getattr(config, "kv_lora_rank", None)
-        ),
-        f"caps its scores at {cap}, which no kernel here computes; {other}, or train from scratch "
-        "without the cap (`model.config.attn_logit_softcapping: null`)": cap,
-        f"has attention scores that torch's own attention does not compute; {other}": (
-            not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping")
-        ),
-        f"has `num_attention_heads: {heads}`, which is not a multiple of `num_key_value_heads: "
-        f"{kv}`; change one of them in `model.config`": heads and kv and heads % kv,
-        **{
-            f"has {key} {getattr(config, key, None)}, but packed attention does not compute "
-            f"dropout; set `model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and "
-            "embd_pdrop of GPT-2, has keys of its own)": getattr(config, key, None)
-            for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-        },
-        f"has a longrope or dynamic rotation, which a document of more than {longest} tokens would "
-        f"change for all documents in its batch; set `data.length` to {longest} or less": (
-            longest is not None and length > longest
-        ),
-    }
-    _refuse(model, reasons)
+    if longest is not None and length > longest:
+        return (
+            f"has a longrope or dynamic rotation, which a document of more than {longest} tokens "
+            f"would change for all documents in its batch; set `data.length` to {longest} or less"
+        )
+    return None
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:
@@ -410,13 +260,13 @@ def _document_of_each_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.bucketize(position, cu_seqlens[1:], right=True)
 
 
-def _registered(kernel: Kernel) -> Kernel:
-    """Register an attention function that calls `kernel`, under the name of `kernel`.
+def _register(name: str, kernel: Kernel) -> None:
+    """Register an attention function that calls `kernel` under `name`.
 
-    Return `kernel` itself, which maps q, k and v [T, heads, D] to the output [T, heads, D]. The
-    registered function gets q, k and v as [1, heads, T, D] from a layer of transformers and changes
-    their layout. It casts queries and keys to the dtype of v, because queries and keys may be FP32
-    after a rotation with FP32 factors.
+    `kernel` maps q, k and v [T, heads, D] to the output [T, heads, D]. The registered function gets
+    q, k and v as [1, heads, T, D] from a layer of transformers and changes their layout. It casts
+    queries and keys to the dtype of v, because queries and keys may be FP32 after a rotation with
+    FP32 factors.
     """
 
     def attention(
@@ -445,11 +295,9 @@ def _registered(kernel: Kernel) -> Kernel:
         packed = Packed(cu_seqlens, max_seqlen, documents, scale, window)
         return kernel(q, k, v, packed)[None], None
 
-    AttentionInterface.register(kernel.__name__, attention)
-    return kernel
+    AttentionInterface.register(name, attention)
 
 
-@_registered
 def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by torch's kernels, on any device and in any dtype.
 
@@ -476,7 +324,6 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
     return output.transpose(1, 2).flatten(0, 1)
 
 
-@_registered
 # Not compiled, because a graph would be valid only for the document lengths of one microbatch.
 @torch.compiler.disable
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
@@ -504,7 +351,6 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
     return states if group == 1 else states.repeat_interleave(group, dim=1)
 
 
-@_registered
 def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by torch's kernel for variable lengths, in BF16 or FP16.
 
@@ -518,40 +364,6 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     return cast(Tensor, varlen_attn(query, key, value, *documents, **options))
-
-
-@_registered
-def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Compute attention by FlashAttention-4, in BF16 or FP16.
-
-    A layer with a sliding window is computed by `packed_varlen`.
-    """
-    return _full_attention(flash_attention, query, key, value, packed)
-
-
-@_registered
-def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Compute attention by cuDNN's kernels for variable lengths, in BF16 or FP16.
-
-    A layer with a sliding window is computed by `packed_varlen`.
-    """
-    return _full_attention(cudnn_attention, query, key, value, packed)
-
-
-@_registered
-def packed_triton(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Compute attention by our Triton kernels, in BF16 or FP16.
-
-    A layer with a sliding window is computed by `packed_varlen`.
-    """
-    return _full_attention(triton_attention, query, key, value, packed)
-
-
-def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
-    if packed.window is not None:
-        return packed_varlen(q, k, v, packed)
-    return operator(q, k, v, packed.documents, packed.max_seqlen, packed.scale)[0]
 
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
@@ -624,43 +436,13 @@ def flash_backward_in_parts(
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
-    grouped = [t.unflatten(1, (heads, group)) for t in (q, output, d_output, dq)]
     for member in range(group):
-        member_q, member_output, member_d_output, member_dq = (t[:, :, member] for t in grouped)
-        member_sums = log_sums.unflatten(0, (heads, group))[:, member]
-        results = {"dq": member_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
-        backward(
-            member_q,
-            k,
-            v,
-            member_output,
-            member_d_output,
-            member_sums,
-            scale,
-            True,
-            **results,
-            **options,
+        member_q, member_output, member_d_output, member_dq = (
+            t[:, member::group] for t in (q, output, d_output, dq)
         )
-    return dq, dk, dv
-
-
-def flash_backward(
-    d_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [T, H, D], and dk and dv [T, KV, D].
-
-    If `flash_backward_in_parts` returns parts, the parts are summed in FP32 and rounded once.
-    """
-    dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
-    dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)
+        states = (member_q, k, v, member_output, member_d_output, log_sums[member::group])
+        results = {"dq": member_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
+        backward(*states, scale, True, **results, **options)
     return dq, dk, dv
 
 
@@ -700,19 +482,9 @@ def cudnn_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `flash_forward`."""
     kernels = _cudnn()
-    output, (log_sums, _) = kernels.fused_attn_fwd(
-        True,
-        longest,
-        longest,
-        ends,
-        ends,
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        q.dtype,
-        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
-        **_layout(ends, scale),
-    )
+    backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
+    inputs = (*_inputs(q, k, v, ends, longest), q.dtype, backend)
+    output, (log_sums, _) = kernels.fused_attn_fwd(True, *inputs, **_layout(ends, scale))
     return output, log_sums.squeeze(2).t().contiguous()
 
 
@@ -727,28 +499,21 @@ def cudnn_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `flash_backward`."""
+    """Return the gradients dq [T, H, D], and dk and dv [T, KV, D]."""
     kernels = _cudnn()
+    backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
     # The state of a random number generator, which only dropout reads.
     unused = ends.new_zeros(2, dtype=torch.int64)
-    dq, dk, dv, *_ = kernels.fused_attn_bwd(
-        longest,
-        longest,
-        ends,
-        ends,
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        output,
-        d_output.contiguous(),
-        q.dtype,
-        [log_sums.t().unsqueeze(2).contiguous(), unused],
-        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
-        do_format="thd",
-        dqkv_layout="thd_thd_thd",
-        **_layout(ends, scale),
-    )
+    saved = [log_sums.t().unsqueeze(2).contiguous(), unused]
+    inputs = (*_inputs(q, k, v, ends, longest), output, d_output.contiguous(), q.dtype)
+    layout = {"do_format": "thd", "dqkv_layout": "thd_thd_thd", **_layout(ends, scale)}
+    dq, dk, dv, *_ = kernels.fused_attn_bwd(*inputs, saved, backend, **layout)
     return dq, dk, dv
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> tuple[Any, ...]:
+    """Return the positional arguments of cuDNN's kernels for queries and keys of documents."""
+    return longest, longest, ends, ends, q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def _cudnn() -> ModuleType:
@@ -798,50 +563,10 @@ def triton_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `flash_backward`."""
+    """Return the results of `cudnn_backward`."""
     from pretrain.model.attention_kernel import attend_backward
 
     return attend_backward(d_output, q, k, v, output, log_sums, bounds, scale)
-
-
-# ── Attention kernels as operators of torch ──
-#
-# torch.compile does not trace the code of an operator, so the compiled graph does not depend on the
-# number of documents.
-
-
-def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Register `forward` and `backward` as operators of torch. Return the differentiable operator.
-
-    The arguments are as in `flash_forward` and `flash_backward`, or as in `triton_forward` and
-    `triton_backward`.
-    """
-    operator = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
-    gradient = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
-
-    @operator.register_fake
-    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-    @gradient.register_fake
-    def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, documents, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, *output, documents)
-        ctx.set_materialize_grads(False)  # the log-sums have no gradient
-
-    def differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        return *gradient(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
-
-    operator.register_autograd(differentiate, setup_context=save)
-    return operator
-
-
-flash_attention = _operator("flash_attention", flash_forward, flash_backward)
-cudnn_attention = _operator("cudnn_attention", cudnn_forward, cudnn_backward)
-triton_attention = _operator("triton_attention", triton_forward, triton_backward)
 
 
 class AttentionKernels(NamedTuple):
@@ -861,7 +586,253 @@ class AttentionKernels(NamedTuple):
 # Map the names of attention implementations to their kernels. Fused layers call these kernels in an
 # autograd node of their own.
 ATTENTION_KERNELS = {
+    "packed_triton": AttentionKernels(triton_forward, triton_backward),
     "packed_fa4": AttentionKernels(flash_forward, flash_backward_in_parts),
     "packed_cudnn": AttentionKernels(cudnn_forward, cudnn_backward),
-    "packed_triton": AttentionKernels(triton_forward, triton_backward),
 }
+
+
+# ── Attention kernels as operators of torch ──
+#
+# torch.compile does not trace the code of an operator, so the compiled graph does not depend on the
+# number of documents.
+
+_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor documents, int longest, float scale)"
+_BACKWARD = _FORWARD.replace("(", "(Tensor d_output, ").replace(
+    "documents", "output, Tensor log_sums, Tensor documents"
+)
+
+
+def _operator(name: str, kernels: AttentionKernels) -> Any:
+    """Register `kernels` as operators of torch. Return the differentiable operator.
+
+    If the backward returns parts of dk and dv, the parts are summed in FP32 and rounded once.
+    """
+    operator = torch.library.custom_op(
+        f"pretrain::{name}",
+        kernels.forward,
+        mutates_args=(),
+        schema=f"{_FORWARD} -> (Tensor, Tensor)",
+    )
+
+    def backward(*inputs: Any) -> tuple[Tensor, ...]:
+        dq, *parts = kernels.backward(*inputs)
+        return dq, *(part.sum(2) if part.dim() == 4 else part for part in parts)
+
+    gradient = torch.library.custom_op(
+        f"pretrain::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"{_BACKWARD} -> (Tensor, Tensor, Tensor)",
+    )
+
+    @operator.register_fake
+    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    @gradient.register_fake
+    def _(_: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(states.new_empty(states.shape) for states in inputs[:3])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, documents, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, documents)
+        ctx.set_materialize_grads(False)  # the log-sums have no gradient
+
+    def differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        return *gradient(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+    operator.register_autograd(differentiate, setup_context=save)
+    return operator
+
+
+def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
+    if packed.window is not None:
+        return packed_varlen(q, k, v, packed)
+    return operator(q, k, v, packed.documents, packed.max_seqlen, packed.scale)[0]
+
+
+_register("packed_sdpa", packed_sdpa)
+_register("packed_documents", packed_documents)
+_register("packed_varlen", packed_varlen)
+for _name, _kernels in ATTENTION_KERNELS.items():
+    _register(_name, partial(_full_attention, _operator(_name, _kernels)))
+
+
+# ── The backends, and the choice of one ──
+
+
+class Case(NamedTuple):
+    """The device, the head size and the compute dtype of an attention.
+
+    `capability` is the CUDA compute capability of a GPU that this machine does not have. It is
+    assumed that the machine of this GPU has all packages of requirements-cuda.txt.
+    """
+
+    device_type: str
+    head_dim: int
+    dtype: torch.dtype
+    capability: tuple[int, int] | None = None
+
+    @property
+    def gpu(self) -> tuple[int, int]:
+        """CUDA compute capability of the GPU."""
+        return self.capability or torch.cuda.get_device_capability()
+
+
+class Backend(NamedTuple):
+    """The conditions under which an attention backend can run.
+
+    Attributes:
+        name: transformers' `attn_implementation`.
+        device: Type of the device, or None if the backend runs on any device.
+        head_dims: Map each major compute capability of the GPUs on which the backend is used to the
+            head sizes. Unused on other devices.
+        needs: `head_dims` in words.
+        is_deterministic: False if the backend has no deterministic backward.
+        missing: Return the missing package with a remedy, or None.
+    """
+
+    name: str
+    device: str | None
+    head_dims: Mapping[int, Collection[int]] = {}
+    needs: str = ""
+    is_deterministic: bool = True
+    missing: Callable[[], str | None] = lambda: None
+
+
+def _missing_flash() -> str | None:
+    try:
+        _flash()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
+    return None
+
+
+def _missing_cudnn() -> str | None:
+    missing = transformer_engine.missing()
+    return f"needs Transformer Engine: {missing}" if missing else None
+
+
+# Major compute capabilities from Ampere on.
+_SINCE_AMPERE = range(8, 100)
+# The backend for each value of `model.attention`. `auto` takes the first one that can run, but
+# skips `triton` if documents are long. In transformers, `flash_attn` is called `packed_fa4`,
+# because transformers loads its own kernels for names that contain "flash".
+BACKENDS: dict[str, Backend] = {
+    "triton": Backend(
+        "packed_triton",
+        "cuda",
+        dict.fromkeys(_SINCE_AMPERE, (16, 32, 64)),
+        "an sm_80 GPU or newer, and heads of 16, 32 or 64 values",
+    ),
+    # The speed was measured on Hopper only. Smaller heads, and on data-centre Blackwell heads
+    # between 128 and 256 values, have not been measured.
+    "flash_attn": Backend(
+        "packed_fa4",
+        "cuda",
+        {9: range(64, 257, 8), 10: (*range(64, 129, 8), 256)},
+        "an sm_90 or sm_100 GPU, and heads of 64 to 256 values, a multiple of 8 (on sm_100 up to "
+        "128, or 256)",
+        missing=_missing_flash,
+    ),
+    # On an H200, cuDNN was always faster than `varlen` with these heads, but with heads of 96
+    # values it took up to 2.8 times as long for documents of up to 2,000 tokens. With heads of 256
+    # values, its gradients of queries were wrong by a third. On Hopper, the workspace of its
+    # deterministic backward grows with the square of T.
+    "cudnn": Backend(
+        "packed_cudnn",
+        "cuda",
+        {9: (64, 128), 10: (64, 128)},
+        "an sm_90 or sm_100 GPU, and heads of 64 or 128 values",
+        is_deterministic=False,
+        missing=_missing_cudnn,
+    ),
+    # torch's version of FlashAttention-2.
+    "varlen": Backend(
+        "packed_varlen",
+        "cuda",
+        dict.fromkeys(_SINCE_AMPERE, range(8, 257, 8)),
+        "an sm_80 GPU or newer, and heads of at most 256 values, a multiple of 8",
+    ),
+    "documents": Backend("packed_documents", "cpu"),
+    "sdpa": Backend("packed_sdpa", None),
+}
+
+
+class Choice(NamedTuple):
+    """An attention backend and the reason for it, for the audit."""
+
+    name: str  # transformers' `attn_implementation`
+    reason: str
+
+
+def refusal_of(requested: Attention, case: Case) -> str | None:
+    """Return the message for a requested backend that cannot run, or None if it can run.
+
+    "auto" can always run.
+    """
+    reason = None if requested == "auto" else obstacle(requested, case)
+    if reason is None:
+        return None
+    return (
+        f"model.attention: {requested} cannot be used here: {requested} {reason}; "
+        "set model.attention: auto"
+    )
+
+
+def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
+    """Return the attention backend for a case and for documents of a mean length.
+
+    Return the requested backend, which `refusal_of` has checked. If `requested` is "auto", return
+    the first backend of BACKENDS that can run. The parity check at the start of a run tests the
+    results of the backend.
+
+    mean_length: mean over all tokens of the length of the token's document.
+    """
+    if requested != "auto":
+        return Choice(BACKENDS[requested].name, "requested")
+    reasons = ["fastest that runs here"]
+    names = list(BACKENDS)
+    # Our Triton kernels were measured to be the fastest in this case.
+    is_short = case.device_type == "cuda" and case.head_dim == 64 and mean_length <= SHORT
+    if is_short and case.gpu[0] == 9:
+        reasons = ["fastest that runs here for short documents"]
+    else:
+        names.remove("triton")
+    for name in names:
+        reason = obstacle(name, case)
+        if reason is None:
+            break
+        reasons.append(f"{name} {reason}")
+    return Choice(BACKENDS[name].name, "; ".join(reasons))
+
+
+def obstacle(name: str, case: Case) -> str | None:
+    """Return the reason why a backend cannot run, with a remedy if there is one.
+
+    Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
+    this text. Return None if the backend can run.
+
+    name: the value of `model.attention`.
+    """
+    backend = BACKENDS[name]
+    if backend.device not in (None, case.device_type):
+        needed = "a CPU" if backend.device == "cpu" else "a CUDA device"
+        return f"needs {needed}, and the device is {case.device_type}"
+    if backend.device != "cuda":
+        return None
+    generation, minor = case.gpu
+    if case.head_dim not in backend.head_dims.get(generation, ()):
+        return (
+            f"needs {backend.needs}; the GPU is sm_{generation}{minor}, and the model's heads have "
+            f"{case.head_dim} values"
+        )
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        computed = str(case.dtype).removeprefix("torch.")
+        return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
+    if torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic:
+        return "has no deterministic backward (set deterministic: false)"
+    # This check is the last one, because the imports take seconds.
+    return None if case.capability else backend.missing()

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from foundation import units
 from packing.order import Mixture
 from pretrain.metrics.flops import FLOPS_PER_WEIGHT, ModelFlops
-from pretrain.model.attention import Choice, choose
+from pretrain.model.attention import Case, Choice, choose
 from pretrain.model.distributed import from_all_ranks
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (
@@ -327,14 +327,10 @@ def plan_for(
 
     All ranks must call this function, and get the same choices.
     """
-    attention = choose(
-        training.recipe.model.attention,
-        devices.type,
-        training.flops.shape.head_dim,
-        training.compute_dtype,
-        training.mean_squared,
-        devices.capability if elsewhere else None,
-    )
+    capability = devices.capability if elsewhere else None
+    head_dim = training.flops.shape.head_dim
+    case = Case(devices.type, head_dim, training.compute_dtype, capability)
+    attention = choose(training.recipe.model.attention, case, training.mean_squared)
     layers = {
         active.precision.name: layers_of(
             shapes, training.flops, training.recipe, active, devices, attention.name

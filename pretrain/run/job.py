@@ -192,12 +192,10 @@ def prepare_job(
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=True)
     # All precisions of a run have the same compute dtype.
     _, first = checked.phases[0]
-    attention.require(
-        checked.recipe.model.attention,
-        accelerator.device.type,
-        flops.shape.head_dim,
-        getattr(torch, first.precision.compute_dtype),
-    )
+    dtype = getattr(torch, first.precision.compute_dtype)
+    case = attention.Case(accelerator.device.type, flops.shape.head_dim, dtype)
+    if refusal := attention.refusal_of(checked.recipe.model.attention, case):
+        raise InputError(refusal)
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
     _check_data(checked.recipe, data, shapes.config)

@@ -29,8 +29,9 @@ SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96),
 
 def kernel_of(kind: Any, heads: Heads) -> Any:
     """Return the attention function of this name. Skip the test if this machine cannot run it."""
-    if obstacle := attention._obstacle(kind, "cuda", heads.dim, torch.bfloat16):
-        pytest.skip(f"{kind} {obstacle}")
+    name = "flash_attn" if kind == "fa4" else kind
+    if obstacle := attention.obstacle(name, attention.Case("cuda", heads.dim, torch.bfloat16)):
+        pytest.skip(f"{name} {obstacle}")
     return AttentionInterface()[f"packed_{kind}"]
 
 

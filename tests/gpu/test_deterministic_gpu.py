@@ -155,10 +155,9 @@ def test_fused_layers_repeat_their_bits_after_a_resume(
 ) -> None:
     if missing := transformer_engine.missing():
         pytest.skip(f"fused layers need {missing}")
-    if attention == "flash_attn" and (
-        obstacle := packed_attention._obstacle("fa4", "cuda", 64, torch.bfloat16)
-    ):
-        pytest.skip(f"flash_attn {obstacle}")
+    case = packed_attention.Case("cuda", 64, torch.bfloat16)
+    if obstacle := packed_attention.obstacle(attention, case):
+        pytest.skip(f"{attention} {obstacle}")
     needs(precision.removesuffix("_head"))
     run = train(*FUSED[precision], f"model.attention={attention}")
     assert run["audit"]["deterministic"] == "yes"

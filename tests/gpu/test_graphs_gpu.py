@@ -177,8 +177,10 @@ def test_products_with_searched_algorithms_are_captured(
     have a fixed order.
     """
     needs(PRECISIONS[precision][0])
-    if obstacle := packed_attention._obstacle(attention, "cuda", 64, torch.bfloat16):
-        pytest.skip(f"{attention} {obstacle}")
+    name = "flash_attn" if attention == "fa4" else attention
+    case = packed_attention.Case("cuda", 64, torch.bfloat16)
+    if obstacle := packed_attention.obstacle(name, case):
+        pytest.skip(f"{name} {obstacle}")
     require_equal(
         larger(kind),
         precision,

@@ -126,7 +126,9 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
     assert summary["recompiles"] == 0
     assert summary["held_out_loss"] < finished.losses()[0]
     audit = finished.audit()
-    expected_attention = attention.choose("auto", "cuda", 64, torch.bfloat16, 100.0).name
+    expected_attention = attention.choose(
+        "auto", attention.Case("cuda", 64, torch.bfloat16), 100.0
+    ).name
     assert audit["precision"] == "bf16"
     assert audit["attention"]["kind"] == expected_attention
     assert audit["compiled"] == "nothing"

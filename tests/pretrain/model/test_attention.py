@@ -21,6 +21,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
 from pretrain.model import attention
+from pretrain.model.attention import Case
 from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 61, 24
@@ -102,7 +103,7 @@ def test_flash_attention_passes_torchs_operator_checks(
 ) -> None:
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     torch.library.opcheck(
-        torch.ops.pretrain.flash_attention,
+        torch.ops.pretrain.packed_fa4,
         (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3),
     )
 
@@ -219,7 +220,9 @@ def test_each_document_has_the_attention_of_this_document_alone(
 
 
 def test_auto_takes_packed_documents_on_a_cpu() -> None:
-    assert attention.choose("auto", "cpu", 64, torch.bfloat16, 300.0).name == "packed_documents"
+    assert (
+        attention.choose("auto", Case("cpu", 64, torch.bfloat16), 300.0).name == "packed_documents"
+    )
 
 
 def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
@@ -253,8 +256,10 @@ def chosen(
     mean_length: float = 4096.0,
 ) -> str:
     """Check and choose a backend as a run does. Return the name without its prefix."""
-    attention.require(requested, "cuda", dim, dtype)
-    choice = attention.choose(requested, "cuda", dim, dtype, mean_length)
+    case = Case("cuda", dim, dtype)
+    if refusal := attention.refusal_of(requested, case):
+        raise InputError(refusal)
+    choice = attention.choose(requested, case, mean_length)
     return choice.name.removeprefix("packed_")
 
 
@@ -267,7 +272,7 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
         attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there")
     )
     assert {chosen(dim=dim) for dim in (64, 128)} == {"cudnn"}
-    choice = attention.choose("auto", "cuda", 128, torch.bfloat16, 4096.0)
+    choice = attention.choose("auto", Case("cuda", 128, torch.bfloat16), 4096.0)
     assert "; flash_attn needs the package flash-attn-4 (pip install -r " in choice.reason
     assert {chosen(dim=dim) for dim in (32, 96, 136, 256)} == {"varlen"}
     with pytest.raises(InputError, match=r"model.attention: flash_attn"):
@@ -340,7 +345,7 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
     output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
     parts = attention.flash_backward_in_parts(*states)
-    summed = attention.flash_backward(*states)
+    summed = torch.ops.pretrain.packed_fa4_backward(*states)
     monkeypatch.setattr(attention, "LONG", tokens * query_heads // kv_heads // 5 - 1)
     expected = attention.flash_backward_in_parts(*states)
     group = query_heads // kv_heads
