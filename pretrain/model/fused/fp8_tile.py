@@ -48,6 +48,18 @@ class TensorScaled:
     amax: Tensor | None = None
     used: Tensor | None = None  # FP32 [1], written: the scale that the kernel has used
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a backward kernel that writes the tensor."""
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "scale": self.scale,
+            "scale_inv": self.scale_inv,
+            "amax": self.amax,
+            "fp8": TYPES[self.dtype],
+        }
+
 
 def allocate(
     quantizer: Any,

@@ -34,7 +34,6 @@ from torch import Tensor
 from pretrain.model.fused import formulas
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import (
-    TYPES,
     TensorScaled,
     allocate,
     record_amax,
@@ -85,6 +84,26 @@ def _tile(
 
 
 @triton.jit
+def _load_halves(at, inside, other):
+    """Return the halves of the heads of a tile, both FP32 [rows, half].
+
+    `at` has the addresses of the first halves. Values outside of the mask `inside` are `other`.
+    """
+    half: tl.constexpr = at.shape[1]
+    first = tl.load(at, mask=inside, other=other).to(tl.float32)
+    return first, tl.load(at + half, mask=inside, other=other).to(tl.float32)
+
+
+@triton.jit
+def _load_angles(cos, sin, first, inside, heads: tl.constexpr, half: tl.constexpr):
+    """Return the cosines and sines [rows, half] of the angles of a tile, in FP32."""
+    rows: tl.constexpr = inside.shape[0]
+    angle = _tile(first, 2 * half, 0, rows, heads, half)
+    c = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
+    return c, tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def _rotate_forward(
     qkv,  # BF16 [tokens, query + 2 kv, dim]
     cos,  # [tokens, dim]
@@ -113,11 +132,8 @@ def _rotate_forward(
     inside = (first + tl.arange(0, rows) // heads < tokens)[:, None]
     x_at = qkv + head * dim + _tile(first, (query + 2 * kv) * dim, dim, rows, heads, half)
     if head < query + kv:
-        x1 = tl.load(x_at, mask=inside, other=1).to(tl.float32)
-        x2 = tl.load(x_at + half, mask=inside, other=1).to(tl.float32)
-        angle = _tile(first, dim, 0, rows, heads, half)
-        c = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
+        x1, x2 = _load_halves(x_at, inside, 1)
+        c, s = _load_angles(cos, sin, first, inside, heads, half)
         is_query = head < query
         if query_norm is not None:
             weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
@@ -126,8 +142,9 @@ def _rotate_forward(
             x2 *= factor * tl.load(weight_at + half).to(tl.float32)
         y_at = tl.where(is_query, q + head * dim, k + (head - query) * dim)
         y_at += _tile(first, tl.where(is_query, query, kv) * dim, dim, rows, heads, half)
-        tl.store(y_at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=inside)
-        tl.store(y_at + half, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=inside)
+        # A store rounds to the dtype of the memory.
+        tl.store(y_at, x1 * c - x2 * s, mask=inside)
+        tl.store(y_at + half, x2 * c + x1 * s, mask=inside)
     else:
         v_at = v + (head - query - kv) * dim + _tile(first, kv * dim, dim, rows, heads, half)
         tl.store(v_at, tl.load(x_at, mask=inside), mask=inside)
@@ -153,7 +170,7 @@ def _rotate_backward(
     sin,  # [tokens, dim]
     query_norm,  # [dim], or None without norms
     key_norm,  # [dim], or None without norms
-    dqkv,  # [tokens, (query + 2 kv) x dim], written: BF16, or uint8 codes if `fp8` is given
+    rows,  # [tokens, (query + 2 kv) x dim], written: BF16, or uint8 codes if `fp8` is given
     columns,  # uint8 [(query + 2 kv) x dim, tokens], written: transpose of the codes, or None
     # The next three are fields of TensorScaled, or None if `fp8` is None.
     scale,
@@ -177,7 +194,7 @@ def _rotate_backward(
     If `sums` is given, also write the sum of the gradient over these tokens. With head norms, also
     write the gradient of the norm's weight, summed over these tokens. A program computes tiles of
     `height` tokens. `full` is True if no tile has fewer tokens. If `fp8` is None, the gradient is
-    written in the dtype of `dqkv`.
+    written in the dtype of `rows`.
     """
     count: tl.constexpr = query + 2 * kv
     head = tl.program_id(0) % count
@@ -187,9 +204,9 @@ def _rotate_backward(
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
         dy_token = tl.where(is_query, dq_token, dk_token)
-        dy += tl.where(
-            is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64)
-        )
+        query_at = head * tl.cast(dq_head, tl.int64)
+        key_at = (head - query) * tl.cast(dk_head, tl.int64)
+        dy += tl.where(is_query, query_at, key_at)
         weight = None
         norm_sum_at = None
         if query_norm is not None:
@@ -200,21 +217,14 @@ def _rotate_backward(
             dy_token,
             dk_part,
             query,
-            cos,
-            sin,
-            qkv,
-            weight,
-            norm_sum_at,
-            dqkv,
+            rows,
             columns,
             factor,
             amax,
             sums,
             head,
             program,
-            tl.num_programs(0) // count * height,
             tokens,
-            eps,
             count,
             dim,
             height,
@@ -222,6 +232,12 @@ def _rotate_backward(
             parts,
             stages,
             fp8,
+            cos,
+            sin,
+            qkv,
+            weight,
+            norm_sum_at,
+            eps,
         )
     else:
         dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
@@ -230,21 +246,14 @@ def _rotate_backward(
             dv_token,
             dv_part,
             0,
-            None,
-            None,
-            None,
-            None,
-            None,
-            dqkv,
+            rows,
             columns,
             factor,
             amax,
             sums,
             head,
             program,
-            tl.num_programs(0) // count * height,
             tokens,
-            eps,
             count,
             dim,
             height,
@@ -261,22 +270,15 @@ def _write_gradient(
     dy_token,
     part,  # stride between the parts of the gradient
     from_head,  # index of the first head whose gradient is in parts
-    cos,  # [tokens, dim], or None without rotation
-    sin,  # [tokens, dim], or None without rotation
-    qkv,  # input of the norm [tokens, count x dim], or None without norms
-    weight,  # weight of the norm [dim], or None without norms
-    norm_sum_at,  # FP32 [dim], written: gradient of `weight`, or None without norms
     # The next five are as in `_rotate_backward`, except that `scale` is the FP32 value itself.
-    dqkv,
+    rows,
     columns,
     scale,
     amax,
     sums,
     head,
     program,
-    step,  # distance between the first tokens of a program's tiles
     tokens,
-    eps,
     count: tl.constexpr,
     dim: tl.constexpr,
     height: tl.constexpr,
@@ -284,12 +286,19 @@ def _write_gradient(
     parts: tl.constexpr,
     stages: tl.constexpr,
     fp8: tl.constexpr,
+    cos=None,  # [tokens, dim], or None without rotation
+    sin=None,  # [tokens, dim], or None without rotation
+    qkv=None,  # input of the norm [tokens, count x dim], or None without norms
+    weight=None,  # weight of the norm [dim], or None without norms
+    norm_sum_at=None,  # FP32 [dim], written: gradient of `weight`, or None without norms
+    eps=0.0,
 ):
     """Write the gradient of a head for the tiles of a program.
 
     If `weight` is given, write its gradient, summed over the tiles, to `norm_sum_at`. If `sums` is
     given, write the gradient of the head, summed over the tokens of the tiles, to `sums`.
     """
+    step = tl.num_programs(0) // count * height  # between the first tokens of a program's tiles
     half: tl.constexpr = dim // 2
     width: tl.constexpr = count * dim
     largest = tl.zeros([height], tl.float32)
@@ -298,42 +307,23 @@ def _write_gradient(
     total1 = tl.zeros([height, half], tl.float32) if sums is not None else 0.0
     total2 = total1
     for first in tl.range(program * height, tokens, step, num_stages=stages):
-        inside = _inside(first, tokens, height, half, full)
-        dx1, dx2, sum1, sum2 = _differentiate_head(
-            dy,
-            dy_token,
-            part,
-            from_head,
-            cos,
-            sin,
-            qkv,
-            weight,
-            sum1,
-            sum2,
-            first,
-            inside,
-            head,
-            eps,
-            width,
-            dim,
-            parts,
-        )
+        row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
+        inside = row >= 0 if full else first + row < tokens
+        dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
+        dx1, dx2 = _sum_of_parts(dy_at, inside, part, head, from_head, parts)
+        if cos is not None:  # rotate back
+            c, s = _load_angles(cos, sin, first, inside, 1, half)
+            dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
+        if weight is not None:
+            x_at = qkv + head * dim + _tile(first, width, 0, height, 1, half)
+            dx1, dx2, sum1, sum2 = _differentiate_norm(
+                dx1, dx2, sum1, sum2, x_at, weight, inside, eps
+            )
         if sums is not None:
             total1 += dx1
             total2 += dx2
         largest = _write_head(
-            dx1,
-            dx2,
-            largest,
-            scale,
-            dqkv,
-            columns,
-            first,
-            inside,
-            head * dim,
-            tokens,
-            width,
-            fp8,
+            dx1, dx2, largest, scale, rows, columns, first, inside, head * dim, tokens, width, fp8
         )
     column = tl.arange(0, half)
     if weight is not None:
@@ -348,74 +338,54 @@ def _write_gradient(
 
 
 @triton.jit
-def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, full: tl.constexpr):
-    """Return the mask [height, half] of a tile. It is False for rows after the last token.
+def _sum_of_parts(dy_at, inside, part, head, from_head, parts: tl.constexpr):
+    """Return the halves of a gradient of a head for one tile, FP32. Its parts are summed.
 
-    `full` is True if no tile has such rows.
+    `dy_at` has the addresses of the first half of the first part.
     """
-    row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
-    return row >= 0 if full else first + row < tokens
-
-
-@triton.jit
-def _differentiate_head(
-    dy,  # gradient of the head, with a stride of `dy_token` between tokens
-    dy_token,
-    part,  # stride between the parts of the gradient
-    from_head,  # index of the first head whose gradient is in parts
-    cos,  # [tokens, dim], or None for a value head
-    sin,  # [tokens, dim], or None for a value head
-    qkv,  # input of the norm [tokens, width]
-    weight,  # weight of the norm [dim], or None without norms
-    sum1,  # sums of the weight's gradient for the first half of the head, FP32 [height, dim / 2]
-    sum2,  # sums of the weight's gradient for the second half
-    first,  # index of the first token
-    inside,  # result of `_inside`
-    head,
-    eps,
-    width: tl.constexpr,
-    dim: tl.constexpr,
-    parts: tl.constexpr,
-):
-    """Return the gradients of both halves of a head for one tile, and the updated sums.
-
-    The gradients are FP32 [height, dim / 2], for `height` tokens beginning with `first`. Without
-    norms, `sum1` and `sum2` are returned unchanged.
-    """
-    height: tl.constexpr = inside.shape[0]
-    half: tl.constexpr = dim // 2
-    dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
-    dx1 = tl.load(dy_at, mask=inside, other=0).to(tl.float32)
-    dx2 = tl.load(dy_at + half, mask=inside, other=0).to(tl.float32)
+    dx1, dx2 = _load_halves(dy_at, inside, 0)
     for number in tl.static_range(1, parts):
         # Use a mask and not a branch, so that the loads of the next tile can overlap with the
         # computation of this tile.
-        part_at = dy_at + number * tl.cast(part, tl.int64)
         has_parts = inside & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
-        dx1 += tl.load(part_at, mask=has_parts, other=0).to(tl.float32)
-        dx2 += tl.load(part_at + half, mask=has_parts, other=0).to(tl.float32)
-    if cos is not None:  # rotate back
-        angle = _tile(first, dim, 0, height, 1, half)
-        c = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
-        dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
-    if weight is not None:  # differentiate the norm
-        x = qkv + head * dim + _tile(first, width, 0, height, 1, half)
-        x1 = tl.load(x, mask=inside, other=1).to(tl.float32)
-        x2 = tl.load(x + half, mask=inside, other=1).to(tl.float32)
-        factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
-        x1 *= factor
-        x2 *= factor
-        sum1 = tl.fma(dx1, x1, sum1)
-        sum2 = tl.fma(dx2, x2, sum2)
-        # Load the weight for every tile. If it stayed in registers, fewer programs would fit on a
-        # multiprocessor.
-        weight_at = weight + tl.arange(0, half)[None, :]
-        dx1 *= tl.load(weight_at).to(tl.float32)
-        dx2 *= tl.load(weight_at + half).to(tl.float32)
-        projection = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
-        dx1 = factor * tl.fma(-x1, projection, dx1)
-        dx2 = factor * tl.fma(-x2, projection, dx2)
+        part1, part2 = _load_halves(dy_at + number * tl.cast(part, tl.int64), has_parts, 0)
+        dx1 += part1
+        dx2 += part2
+    return dx1, dx2
+
+
+@triton.jit
+def _differentiate_norm(
+    dx1,
+    dx2,
+    sum1,  # sums of the weight's gradient for the first half of the head, FP32 [height, half]
+    sum2,  # sums of the weight's gradient for the second half
+    x_at,  # addresses of the first half of the norm's input [height, half]
+    weight,  # weight of the norm [2 x half]
+    inside,  # mask of the tile [height, half]
+    eps,
+):
+    """Return the gradients of both halves of a head for one tile, and the updated sums.
+
+    The gradients are FP32 [height, half]. `dx1` and `dx2` are the gradients of the norm's output.
+    """
+    half: tl.constexpr = inside.shape[1]
+    dim: tl.constexpr = 2 * half
+    x1, x2 = _load_halves(x_at, inside, 1)
+    square = tl.sum(tl.fma(x1, x1, x2 * x2), axis=1)
+    factor = tl.rsqrt(tl.fma(square, 1.0 / dim, eps))[:, None]
+    x1 *= factor
+    x2 *= factor
+    sum1 = tl.fma(dx1, x1, sum1)
+    sum2 = tl.fma(dx2, x2, sum2)
+    # Load the weight for every tile. If it stayed in registers, fewer programs would fit on a
+    # multiprocessor.
+    weight_at = weight + tl.arange(0, half)[None, :]
+    dx1 *= tl.load(weight_at).to(tl.float32)
+    dx2 *= tl.load(weight_at + half).to(tl.float32)
+    projection = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
+    dx1 = factor * tl.fma(-x1, projection, dx1)
+    dx2 = factor * tl.fma(-x2, projection, dx2)
     return dx1, dx2, sum1, sum2
 
 
@@ -437,17 +407,17 @@ def _write_head(
     """Write the gradient of a head for one tile, and return the updated `largest` [height].
 
     The tile begins at token `first` and at column `column` of `rows`. `d1` and `d2` are the halves
-    of the gradient, FP32 [height, dim / 2]. If `fp8` is None, the halves are written to `rows` in
-    the dtype of `rows`, and `largest` does not change. Otherwise the halves are rounded to BF16 and
+    of the gradient, FP32 [height, half]. If `fp8` is None, the halves are written to `rows` in the
+    dtype of `rows`, and `largest` does not change. Otherwise the halves are rounded to BF16 and
     then quantized, and `largest` has the largest magnitude of each row in all tiles so far.
     """
-    half: tl.constexpr = d1.shape[1]
-    i = first + tl.arange(0, d1.shape[0])
+    half: tl.constexpr = inside.shape[1]
+    i = first + tl.arange(0, inside.shape[0])
     j = column + tl.arange(0, half)
     if fp8 is None:
-        index = rows + i.to(tl.int64)[:, None] * width + j[None, :]
-        tl.store(index, d1.to(rows.dtype.element_ty), mask=inside)
-        tl.store(index + half, d2.to(rows.dtype.element_ty), mask=inside)
+        at = rows + i.to(tl.int64)[:, None] * width + j[None, :]
+        tl.store(at, d1, mask=inside)
+        tl.store(at + half, d2, mask=inside)
     else:
         # Promise the compiler only eight contiguous values. If it knew of more, each thread would
         # store sixteen codes at once, but also load sixteen neighbouring values. The order of the
@@ -480,25 +450,18 @@ def rotate(
     # the number of key heads, but at most MOST_HEADS.
     bits = heads.query | heads.kv
     block = min(bits & -bits, MOST_HEADS, rows)
-    query_norm, key_norm, eps = _norm_arguments(norms)
-    _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
+    programs = heads.count // block * triton.cdiv(tokens, rows // block)
+    _rotate_forward[(programs,)](
         qkv=qkv,
-        cos=cos.contiguous(),
-        sin=sin.contiguous(),
-        query_norm=query_norm,
-        key_norm=key_norm,
         q=q,
         k=k,
         v=v,
         tokens=tokens,
-        eps=eps,
-        query=heads.query,
-        kv=heads.kv,
-        dim=heads.dim,
         heads=block,
         rows=rows,
         num_warps=_FORWARD_WARPS,
         enable_fp_fusion=True,
+        **_arguments(cos, sin, heads, norms),
     )
     return q, k, v
 
@@ -524,51 +487,34 @@ def rotate_backward(
     """
     if heads.dim not in DIMS:
         return formulas.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, summed=summed)
-    # The kernel requires that the values of a head are contiguous.
-    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
-    parts = dk.shape[2] if dk.dim() == 4 else 1
-    programs = triton.cdiv(len(dq), _TOKENS * (_SUMMED_TILES if summed else 1))
+    tokens = len(dq)
+    gradients = _with_strides("dq", dq) | _with_strides("dk", dk) | _with_strides("dv", dv)
+    del gradients["dq_part"]
+    programs = triton.cdiv(tokens, _TOKENS * (_SUMMED_TILES if summed else 1))
     norm_sums = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         norm_sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
     sums = dq.new_empty(programs, heads.width, dtype=torch.float32) if summed else None
     if written is None:
-        written = TensorScaled(torch.bfloat16, dq.new_empty(len(dq), heads.width))
-    query_norm, key_norm, eps = _norm_arguments(norms)
+        written = TensorScaled(torch.bfloat16, dq.new_empty(tokens, heads.width))
+    parts = dk.shape[2] if dk.dim() == 4 else 1
+    stages = 1 if norms is None and not summed else _STAGES
     _rotate_backward[(heads.count * programs,)](
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dq_token=dq.stride(0),
-        dq_head=dq.stride(1),
-        **_strides_of("dk", dk),
-        **_strides_of("dv", dv),
         qkv=None if norms is None else qkv,
-        cos=None if cos is None else cos.contiguous(),
-        sin=None if sin is None else sin.contiguous(),
-        query_norm=query_norm,
-        key_norm=key_norm,
-        dqkv=written.rows,
-        columns=written.columns,
-        scale=written.scale,
-        scale_inv=written.scale_inv,
-        amax=written.amax,
         norm_sums=norm_sums,
         sums=sums,
-        tokens=len(dq),
-        eps=eps,
-        query=heads.query,
-        kv=heads.kv,
-        dim=heads.dim,
+        tokens=tokens,
         height=_TOKENS,
-        full=len(dq) % _TOKENS == 0,
+        full=tokens % _TOKENS == 0,
         parts=parts,
-        stages=1 if norms is None and not summed else _STAGES,
-        fp8=TYPES[written.dtype],
+        stages=stages,
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
+        **gradients,
+        **_arguments(cos, sin, heads, norms),
+        **written.arguments,
     )
     # The order of these sums depends on shapes only.
     total = None if sums is None else sums.sum(0)
@@ -578,19 +524,28 @@ def rotate_backward(
     return written.rows, query_sums.sum(dim=(0, 1)), key_sums.sum(dim=(0, 1)), total
 
 
-def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """Return the weights of the query and key norms, and eps, as arguments of the kernels."""
-    return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+def _arguments(
+    cos: Tensor | None, sin: Tensor | None, heads: Heads, norms: HeadNorms | None
+) -> dict[str, Any]:
+    """Return the arguments that both kernels have."""
+    cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
+    query, key, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)
+    tensors = {"cos": cos, "sin": sin, "query_norm": query, "key_norm": key}
+    return {**tensors, "eps": eps, **vars(heads)}
 
 
-def _strides_of(name: str, gradient: Tensor) -> dict[str, int]:
-    """Return the strides of tokens, heads and parts of a gradient, as arguments of the kernel.
+def _with_strides(name: str, gradient: Tensor) -> dict[str, Any]:
+    """Return a gradient and the strides of its tokens, heads and parts, as arguments of the kernel.
 
     The gradient is the argument `name` of the kernel, [T, kv, parts, dim], or [T, kv, dim] without
     parts. The stride of missing parts is 0.
     """
+    # The kernel requires that the values of a head are contiguous.
+    if gradient.stride(-1) != 1:
+        gradient = gradient.contiguous()
     token, head, *part, _ = gradient.stride()
-    return {f"{name}_token": token, f"{name}_head": head, f"{name}_part": part[0] if part else 0}
+    arguments = {name: gradient, f"{name}_token": token, f"{name}_head": head}
+    return arguments | {f"{name}_part": part[0] if part else 0}
 
 
 def supports(quantizer: Any, dq: Tensor) -> bool:
