@@ -52,7 +52,7 @@ def _load(states, head, token, end, token_stride, head_stride, dim: tl.constexpr
 def _store(states, values, head, token, tokens, heads: tl.constexpr, dim: tl.constexpr):
     """Store the values [n, dim] of a head for n tokens in `states` [tokens, heads, dim]."""
     rows = states + (token[:, None].to(tl.int64) * heads + head) * dim
-    values = values.to(states.dtype.element_ty)
+    # A store rounds to the dtype of the memory.
     tl.store(rows + tl.arange(0, dim)[None, :], values, mask=token[:, None] < tokens)
 
 
@@ -326,19 +326,7 @@ def attend_backward(
 def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
     """Return the arguments that all three kernels have."""
     tokens, heads, dim = q.shape
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "q_token": q.stride(0),
-        "q_head": q.stride(1),
-        "k_token": k.stride(0),
-        "k_head": k.stride(1),
-        "v_token": v.stride(0),
-        "v_head": v.stride(1),
-        "scale": scale,
-        "tokens": tokens,
-        "heads": heads,
-        "group": heads // k.shape[1],
-        "dim": dim,
-    }
+    arguments = {"q": q, "k": k, "v": v, "scale": scale, "tokens": tokens, "heads": heads}
+    for name, states in (("q", q), ("k", k), ("v", v)):
+        arguments[f"{name}_token"], arguments[f"{name}_head"], _ = states.stride()
+    return {**arguments, "group": heads // k.shape[1], "dim": dim}

@@ -33,7 +33,8 @@ def _combine(
         if weights is not None:
             values *= tl.load(weights + token * choices + n).to(tl.float32)
         total += values
-    tl.store(y + token * width + column, total.to(tl.bfloat16), mask=column < width)
+    # A store rounds to the dtype of the memory.
+    tl.store(y + token * width + column, total, mask=column < width)
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _combine_backward(
         values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
         tl.store(d_weights + choice, tl.sum(values * gradient, axis=0))
         scaled = gradient * tl.load(weights + choice).to(tl.float32)
-        tl.store(d_rows + index, scaled.to(tl.bfloat16), mask=column < width)
+        tl.store(d_rows + index, scaled, mask=column < width)
 
 
 def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) -> Tensor:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from pretrain.model.fused.formulas import Activation
 from pretrain.model.fused.fp8_tile import (
-    TYPES,
     TensorScaled,
     allocate,
     exponential,
@@ -227,7 +226,7 @@ def _activation_forward(
     gate, up = _load(hidden, i, j, F, gated)
     activated = _activate(gate, up, function, gated)
     if fp8 is None:
-        store_rows(activated.to(tl.bfloat16), rows, i, j, F)
+        store_rows(activated, rows, i, j, F)
     else:
         activated = _through_bf16_by_twos(activated)
         if scale is not None and amax is not None:
@@ -319,29 +318,28 @@ def _activation_backward(
             tl.store(sum_at + F, tl.sum(sum_up, axis=0))
 
 
-def _grid(tile: Tile, hidden: Tensor, kind: Activation) -> tuple[int, int]:
-    """Return the grid with one program for each `tile.tiles` tiles of the activated values."""
-    return len(hidden) // (tile.rows * tile.tiles), kind.width(hidden) // tile.columns
-
-
-def _launch_forward(tile: Tile, hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
-    """Launch the forward kernel, which writes the activated values."""
-    _activation_forward[_grid(tile, hidden, kind)](
+def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, **arguments: Any) -> None:
+    """Launch one program of `kernel` for each `tile.tiles` tiles of the activated values."""
+    width = kind.width(hidden)
+    grid = (len(hidden) // (tile.rows * tile.tiles), width // tile.columns)
+    kernel[grid](
         hidden=hidden,
-        rows=activated.rows,
-        scale=activated.scale,
-        amax=activated.amax,
-        used=activated.used,
-        scale_inv=activated.scale_inv,
-        F=kind.width(hidden),
-        fp8=TYPES[activated.dtype],
+        F=width,
         function=kind.function,
         gated=kind.gated,
         height=tile.rows,
         width=tile.columns,
         num_warps=tile.warps,
         enable_fp_fusion=False,
+        **arguments,
     )
+
+
+def _launch_forward(tile: Tile, hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
+    """Launch the forward kernel, which writes the activated values."""
+    arguments = {**activated.arguments, "used": activated.used}
+    del arguments["columns"]
+    _launch(_activation_forward, tile, hidden, kind, **arguments)
 
 
 def _launch_backward(
@@ -358,33 +356,22 @@ def _launch_backward(
 
     Return the gradient of `hidden`, summed over tokens in FP32. It is None unless `summed` is set.
     """
-    grid = _grid(tile, hidden, kind)
-    sums = hidden.new_empty(grid[0], hidden.shape[1], dtype=torch.float32) if summed else None
-    _activation_backward[grid](
+    sums = None
+    if summed:
+        programs = len(hidden) // (tile.rows * tile.tiles)
+        sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
+    recomputed = {f"activated_{name}": value for name, value in activated.arguments.items()}
+    del recomputed["activated_amax"]
+    arguments = {**d_hidden.arguments, **recomputed}
+    tokens = len(hidden)
+    _launch(
+        *(_activation_backward, tile, hidden, kind),
         d_activated=d_activated,
-        hidden=hidden,
         sums=sums,
-        T=len(hidden),
-        F=kind.width(hidden),
-        rows=d_hidden.rows,
-        columns=d_hidden.columns,
-        scale=d_hidden.scale,
-        amax=d_hidden.amax,
-        scale_inv=d_hidden.scale_inv,
-        activated_rows=activated.rows,
-        activated_columns=activated.columns,
-        activated_scale=activated.scale,
-        activated_scale_inv=activated.scale_inv,
-        fp8=TYPES[d_hidden.dtype],
-        activated_fp8=TYPES[activated.dtype],
-        function=kind.function,
-        gated=kind.gated,
-        height=tile.rows,
-        width=tile.columns,
+        T=tokens,
         tiles=tile.tiles,
         stages=tile.stages,
-        num_warps=tile.warps,
-        enable_fp_fusion=False,
+        **arguments,
     )
     return None if sums is None else sums.sum(0)
 
@@ -548,15 +535,5 @@ def _find_amax(
 
     If `d_activated` is None, record the amax of the activated values instead.
     """
-    _activation_amax[_grid(FORWARD, hidden, kind)](
-        d_activated=d_activated,
-        hidden=hidden,
-        amax=amax,
-        F=kind.width(hidden),
-        function=kind.function,
-        gated=kind.gated,
-        height=FORWARD.rows,
-        width=FORWARD.columns,
-        num_warps=FORWARD.warps,
-        enable_fp_fusion=False,
-    )
+    tensors = {"d_activated": d_activated, "amax": amax}
+    _launch(_activation_amax, FORWARD, hidden, kind, **tensors)

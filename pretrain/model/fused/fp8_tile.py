@@ -193,7 +193,10 @@ def load_rows(tensor, i, j, K):
 
 @triton.jit
 def store_rows(codes, rows, i, j, K):
-    """Write codes [BM, BN] to `rows` [M, K] at rows i [BM] and columns j [BN]."""
+    """Write values or codes [BM, BN] to `rows` [M, K] at rows i [BM] and columns j [BN].
+
+    Values are rounded to the dtype of `rows`.
+    """
     tl.store(rows + i.to(tl.int64)[:, None] * K + j[None, :], codes)
 
 

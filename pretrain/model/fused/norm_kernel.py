@@ -42,6 +42,12 @@ STAGES = 4
 
 
 @triton.jit
+def _load(tensor, index, inside):
+    """Return values of `tensor` in FP32. They are 0 outside of the mask `inside`."""
+    return tl.load(tensor + index, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _norm(
     x,  # BF16 [tokens, width]
     weight,  # [width]
@@ -60,19 +66,19 @@ def _norm(
     column = tl.arange(0, step)
     inside = (row < tokens)[:, None] & (column < width)[None, :]
     index = row.to(tl.int64)[:, None] * width + column[None, :]
-    values = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    values = _load(x, index, inside)
     if bias is not None:
         center = tl.sum(values, axis=1) * (1.0 / width)
         tl.store(mean + row, center, mask=row < tokens)
         values = tl.where(inside, values - center[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(values * values, axis=1) * (1.0 / width) + eps)
-    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    scale = _load(weight, column, column < width)[None, :]
     tl.store(rstd + row, factor, mask=row < tokens)
     values = scale * (factor[:, None] * values)
     if bias is not None:
-        shift = tl.load(bias + column, mask=column < width, other=0.0)
-        values += shift.to(tl.float32)[None, :]
-    tl.store(y + index, values.to(tl.bfloat16), mask=inside)
+        values += _load(bias, column, column < width)[None, :]
+    # A store rounds to the dtype of the memory.
+    tl.store(y + index, values, mask=inside)
 
 
 @triton.jit
@@ -104,7 +110,7 @@ def _norm_backward(
     """
     column = tl.arange(0, step)
     in_row = column < width
-    scale = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    scale = _load(weight, column, in_row)[None, :]
     total = tl.zeros([height, step], tl.float32)
     total_dy = total
     total_dx = total
@@ -113,12 +119,12 @@ def _norm_backward(
         row = tl.program_id(0) * rows + start + tl.arange(0, height)
         inside = (row < tokens)[:, None] & in_row[None, :]
         index = row.to(tl.int64)[:, None] * width + column[None, :]
-        factor = tl.load(rstd + row, mask=row < tokens, other=0.0)[:, None]
-        normed = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
-        gradient = tl.load(dy + index, mask=inside, other=0.0).to(tl.float32)
-        added = tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
+        factor = _load(rstd, row, row < tokens)[:, None]
+        normed = _load(x, index, inside)
+        gradient = _load(dy, index, inside)
+        added = _load(residual, index, inside)
         if mean is not None:
-            center = tl.load(mean + row, mask=row < tokens, other=0.0)[:, None]
+            center = _load(mean, row, row < tokens)[:, None]
             normed = tl.where(inside, normed - center, 0.0)
         normed = factor * normed
         total += gradient * normed
@@ -133,7 +139,7 @@ def _norm_backward(
         if count == 4:
             total_dx += tl.where(inside, values, 0.0)
             total_residual += added
-        tl.store(dx + index, values.to(tl.bfloat16), mask=inside)
+        tl.store(dx + index, values, mask=inside)
     sum_at = sums + tl.program_id(0) * count * width + column
     tl.store(sum_at, tl.sum(total, axis=0), mask=in_row)
     if mean is not None:

@@ -112,11 +112,10 @@ def _softmax_loss(
     if with_gradient:
         for start in range(0, vocabulary, block):
             column = start + _columns(block, group)
-            inside = column < vocabulary
-            scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
+            scores = _load_scores(row, column, vocabulary)
             gradient = probability(scores, maximum, inverse_total)
             gradient = tl.where(label == ignore, 0.0, gradient)
-            tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
+            tl.store(row + column, gradient, mask=column < vocabulary)
         # Subtract 1 at the label after all threads have written their probabilities.
         tl.debug_barrier()
         tl.store(row + label, at_label, mask=has_target)
@@ -133,7 +132,7 @@ def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group
     total = tl.zeros([block // group], tl.float32)
     for start in range(0, vocabulary, block):
         column = start + _columns(block, group)
-        scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+        scores = _load_scores(row, column, vocabulary)
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         reference = _finite(higher)
         total *= exponential(maximum - reference)
@@ -141,6 +140,13 @@ def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group
         maximum = higher
     highest = tl.max(maximum)
     return highest, tl.sum(total * exponential(maximum - _finite(highest)))
+
+
+@triton.jit
+def _load_scores(row, column, vocabulary: tl.constexpr):
+    """Return the scores of columns of a row in FP32. They are -inf after the end of the row."""
+    inside = column < vocabulary
+    return tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
