@@ -47,11 +47,9 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     check_offload(recipe, os.environ)
     if "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         # torchrun has not connected the ranks yet. This waits for a rank that was never started.
-        print(
-            f"rank {os.environ.get('RANK')} waits for all {os.environ['WORLD_SIZE']} ranks at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-            flush=True,
-        )
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        rank, ranks, address, port = map(os.environ.get, names)
+        print(f"rank {rank} waits for all {ranks} ranks at {address}:{port}", flush=True)
     with _explaining_accelerate():
         # Mixed precision is off, because this project converts the linear layers itself.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
@@ -133,7 +131,8 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
         with _explaining_accelerate():
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             state.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            # All instances of this class have the same attributes.
+            PartialState().distributed_type = DistributedType.FSDP
     if replicas > 1:
         # Set the number of replicas only after FSDP2 has been set, because Accelerate rejects
         # replicas without FSDP2. The processes of a replica have consecutive ranks.

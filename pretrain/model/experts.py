@@ -149,7 +149,7 @@ class Combined(torch.autograd.Function):
             from pretrain.model import experts_kernel
 
             return experts_kernel.combine(rows, groups.place, weights, len(weights))
-        choices = rows.index_select(0, groups.place).view(*weights.shape, -1).float()
+        choices = _choices_in_fp32(rows, groups, weights)
         return (choices * weights.float()[..., None]).sum(1).to(rows.dtype)
 
     @staticmethod
@@ -164,11 +164,16 @@ class Combined(torch.autograd.Function):
                 dy.contiguous(), rows, groups.place, weights
             )
         else:
-            choices = rows.index_select(0, groups.place).view(*weights.shape, -1).float()
-            d_weights = (choices * dy[:, None].float()).sum(-1)
-            d_choices = (dy[:, None].float() * weights.float()[..., None]).flatten(0, 1)
+            dy = dy[:, None].float()
+            d_weights = (_choices_in_fp32(rows, groups, weights) * dy).sum(-1)
+            d_choices = (dy * weights.float()[..., None]).flatten(0, 1)
             d_rows = d_choices.to(rows.dtype).index_select(0, groups.choice)
         return d_rows.index_fill_(0, groups.empty, 0), d_weights.to(weights.dtype), None
+
+
+def _choices_in_fp32(rows: Tensor, groups: Groups, weights: Tensor) -> Tensor:
+    """Return the row of each choice of each token, FP32 [tokens, choices, features]."""
+    return rows.index_select(0, groups.place).view(*weights.shape, -1).float()
 
 
 def in_bf16_on_a_gpu(x: Tensor) -> bool:

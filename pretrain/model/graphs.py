@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,10 +210,9 @@ class MicrobatchGraphs:
         try:
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            graph, loss = capture(
-                lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
-                next((graph.pool() for graph, *_ in self.captured.values()), None),
-            )
+            compute = partial(compute_microbatch, model, accelerator, fixed, factor, rank_sums)
+            pool = next((graph.pool() for graph, *_ in self.captured.values()), None)
+            graph, loss = capture(compute, pool)
         except RuntimeError as error:
             raise InputError(one_line(error)) from error
         return graph, loss, fixed, factor

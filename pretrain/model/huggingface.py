@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -79,6 +79,8 @@ _OLD_ROPE_KEYS = {
     },
     "sliding_attention": {"rope_local_base_freq": "rope_theta", "local_rope_theta": "rope_theta"},
 }
+# RoPE parameters that transformers 4 writes beside `rope_scaling`.
+_TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")
 # RoPE scaling that transformers 4 accepts for some model types only with `type` instead of
 # `rope_type`, and without further keys.
 _STRICT_SCALING = {
@@ -169,9 +171,14 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
     with _as_input_error(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
-    full = config_values(kind, values)
     for key in changes:
-        _check_effect(kind, values, full, key, over_source=bool(stored))
+        if not _has_effect(kind, values, key, over_source=bool(stored)):
+            near = _nearest(key, {*config_values(kind, {}), *kind.attribute_map} - {key})
+            raise InputError(
+                f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
+                "key, or reads the value from other keys, such as `rope_parameters` or "
+                f"`layer_types`{near}"
+            )
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError(
             "`model.config.router_aux_loss_coef` requires the router loss; set "
@@ -254,20 +261,17 @@ def _rebased(
     contains `rope_parameters`, only the older key `rope_scaling` is dropped, and `rope_parameters`
     is kept.
     """
-    file = config_values(kind, stored)
     base = dict(stored)
     if "rope_parameters" in changes:
         base.pop("rope_scaling", None)
     elif isinstance(rope := stored.get("rope_parameters"), dict):
-        top_level = {
-            key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
-        }
+        top_level = {key: rope[key] for key in _TOP_LEVEL_ROPE if key in rope}
         scaling = {key: value for key, value in rope.items() if key not in top_level}
         unfolded = _without("rope_parameters", base) | top_level | {"rope_scaling": scaling}
-        if file.items() <= config_values(kind, unfolded).items():
+        if _is_same(kind, stored, unfolded):
             base = unfolded
     for key in [key for key, value in base.items() if isinstance(value, list)]:
-        if file.items() <= config_values(kind, _without(key, base)).items():
+        if _is_same(kind, stored, _without(key, base)):
             del base[key]
     return base
 
@@ -277,9 +281,7 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
 
     Return an empty dict if the class rejects the values. Warnings of transformers are hidden.
 
-    A configuration stores unknown keys too, so two configurations with the same effect may have
-    different keys. Callers therefore do not compare two results for equality. They test by `<=`
-    whether all items of one result are also in the other.
+    A configuration stores unknown keys too. See `_is_same`.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
     with (
@@ -297,15 +299,18 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != key}
 
 
-def _check_effect(
-    kind: type[PretrainedConfig],
-    values: dict[str, Any],
-    full: dict[str, Any],
-    key: str,
-    *,
-    over_source: bool,
-) -> None:
-    """Raise InputError if the configuration class has no `key`, or if `key` has no effect.
+def _is_same(kind: type[PretrainedConfig], values: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if `other` describes the same configuration as `values`.
+
+    `other` may have additional unknown keys, which a configuration stores.
+    """
+    return config_values(kind, values).items() <= config_values(kind, other).items()
+
+
+def _has_effect(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+) -> bool:
+    """Return False if the configuration class has no `key`, or if `key` has no effect.
 
     Without a source, every key that the class has is accepted, even a key without effect, because
     published config.json files contain keys without effect. For example, a file may set a key to
@@ -314,40 +319,35 @@ def _check_effect(
     Args:
         kind: The configuration class.
         values: Map each key of the configuration to its value.
-        full: The result of `config_values` for `values`.
         key: The key of `values` to check.
         over_source: True if the model has a source, whose values `key` changes.
     """
+    value = values[key]
     remaining = _without(key, values)
     without = config_values(kind, remaining)
-    # The key has an effect if the class rejects the configuration without the key, or if the key
-    # changes another value.
-    has_effect = not without or not without.items() <= full.items()
-    if key in without:
-        # The class adds missing entries to a dict, so the dict in the configuration may differ from
-        # the dict in `values`.
-        is_kept = without[key] == values[key] or isinstance(values[key], dict)
-        accepted = has_effect or is_kept or not over_source
-    else:
-        # The layers of many models read `head_dim`, although their configurations lack it.
-        accepted = has_effect or key == "head_dim" or _reacts(kind, remaining, key)
-    if key.startswith("_") or not accepted:
-        near = _nearest(key, {*without, *kind.attribute_map} - {key})
-        raise InputError(
-            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such key, "
-            f"or reads the value from other keys, such as `rope_parameters` or `layer_types`{near}"
-        )
+    if key.startswith("_"):
+        return False
+    # The layers of many models read `head_dim`, although their configurations lack it.
+    if not without or key == "head_dim":
+        return True
+    if key not in without:
+        return _reacts(kind, remaining, key, value)
+    # The class adds missing entries to a dict, so the dict in the configuration may differ from the
+    # dict in `values`.
+    is_kept = without[key] == value or isinstance(value, dict)
+    return not over_source or is_kept or not _is_same(kind, remaining, values)
 
 
-def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
+def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str, *first: Any) -> bool:
     """Return True if another key of the configuration made from `values` depends on `key`.
 
-    The function sets `key` to a few different values, one after the other.
+    The function sets `key` to a few different values, one after the other. `first` are tried first.
     """
-    without = config_values(kind, values)
-    tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
-    made = (config_values(kind, values | {key: value}) for value in tried)
-    return any(changed and not without.items() <= changed.items() for changed in made)
+    for value in (*first, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
+        changed = values | {key: value}
+        if config_values(kind, changed) and not _is_same(kind, values, changed):
+            return True
+    return False
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
@@ -462,10 +462,12 @@ def build(
     source = f"`model.source`: {settings.source}"
     quantized = quantized_weights(str(settings.repository), settings.revision)
     shapes = build_on_meta(config)
+    # transformers reads either a source, or the values of a dict by `[...]`.
+    repository = None if quantized else str(settings.repository)
+    kind: Any = type(shapes)
     with _as_input_error(f"{source}: weights cannot be loaded", _ANOTHER_SOURCE):
-        model, loading = cast(Any, type(shapes)).from_pretrained(
-            # transformers reads either a source, or the values of a dict by `[...]`.
-            None if quantized else str(settings.repository),
+        model, loading = kind.from_pretrained(
+            repository,
             state_dict=quantized or None,
             config=config,
             revision=settings.revision,
@@ -475,25 +477,7 @@ def build(
             ignore_mismatched_sizes=True,
             **options,
         )
-    for name, stored, expected in sorted(loading["mismatched_keys"]):
-        has_vocabulary = stored[0] != expected[0] == config.get_text_config().vocab_size
-        raise InputError(
-            f"{source}: {name} has the shape {list(stored)}, but {list(expected)} by the "
-            "configuration; "
-            + (f"set `model.config.vocab_size: {stored[0]}`" if has_vocabulary else _ANOTHER_SOURCE)
-        )
-    # transformers initializes missing weights at random, and differently in each process.
-    missing = sorted(loading["missing_keys"])
-    surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
-    if missing or surplus:
-        raise InputError(
-            f"{source}: the source has no weights for {len(missing)} of the model's parameters "
-            f"({', '.join(missing[:1]) or 'none'}), and {len(surplus)} of its weights have no "
-            f"place in the model ({', '.join(surplus[:1]) or 'none'}); {_ANOTHER_SOURCE}"
-        )
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
+    _check_loaded(source, model, loading)
     expected = dict(shapes.named_parameters())
     # If the file contains different values for two tied parameters, transformers unties them.
     if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
@@ -507,6 +491,35 @@ def build(
     if quantized:
         load_generation_config(model, settings)
     return model.to(device)
+
+
+def _check_loaded(source: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Raise InputError unless the source has exactly the parameters of the model.
+
+    loading: the second result of `from_pretrained`.
+    """
+    for name, stored, expected in sorted(loading["mismatched_keys"]):
+        remedy = _ANOTHER_SOURCE
+        if stored[0] != expected[0] == model.config.get_text_config().vocab_size:
+            remedy = f"set `model.config.vocab_size: {stored[0]}`"
+        raise InputError(
+            f"{source}: {name} has the shape {list(stored)}, but {list(expected)} by the "
+            f"configuration; {remedy}"
+        )
+    # transformers initializes missing weights at random, and differently in each process.
+    missing = sorted(loading["missing_keys"])
+    surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
+    if missing or surplus:
+        missing_example = next(iter(missing), "none")
+        surplus_example = next(iter(surplus), "none")
+        raise InputError(
+            f"{source}: the source has no weights for {len(missing)} of the model's parameters "
+            f"({missing_example}), and {len(surplus)} of its weights have no place in the model "
+            f"({surplus_example}); {_ANOTHER_SOURCE}"
+        )
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
 
 
 def quantized_weights(
@@ -702,15 +715,13 @@ def old_keys(config: PretrainedConfig) -> dict[str, Any]:
     }
     if not (rope := values.get("rope_parameters")):
         return old
-    # In most models, all layers have the same parameters.
-    parameters = {layers: rope.get(layers, rope) or {} for layers in _OLD_ROPE_KEYS}
-    rope_keys = {
-        name: parameters[layers][key]
-        for layers, old_names in _OLD_ROPE_KEYS.items()
-        for name, key in old_names.items()
-        if key in parameters[layers]
-    }
-    scaling = {k: v for k, v in parameters["full_attention"].items() if k not in rope_keys}
+    rope_keys = {}
+    for layers, old_names in _OLD_ROPE_KEYS.items():
+        # In most models, all layers have the same parameters.
+        parameters = rope.get(layers, rope) or {}
+        rope_keys |= {name: parameters[key] for name, key in old_names.items() if key in parameters}
+    parameters = rope.get("full_attention", rope) or {}
+    scaling = {key: value for key, value in parameters.items() if key not in rope_keys}
     # Published files have null if the embedding is not scaled.
     rope_keys["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     without_rope = {key: value for key, value in values.items() if key not in rope_keys}
@@ -722,10 +733,7 @@ def old_keys(config: PretrainedConfig) -> dict[str, Any]:
         or _reacts(kind, _without("rope_parameters", without_rope), key)
     }
     # A class whose layers have different parameters may apply an old key to all of them.
-    if (
-        not config_values(kind, without_rope).items()
-        <= config_values(kind, without_rope | old_rope).items()
-    ):
+    if not _is_same(kind, without_rope, without_rope | old_rope):
         return old
     strict = _STRICT_SCALING.get(kind.model_type)
     if scaling.keys() - {"type", "original_max_position_embeddings"} == strict:

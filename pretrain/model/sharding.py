@@ -181,6 +181,7 @@ class Sharding:
         # could write into this view. The warning does not apply, because no layer writes into its
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._groups = _groups_of(model)
         for group in self._groups:
             # The group of the root, and the group of a tied embedding and head, do not share
@@ -194,7 +195,7 @@ class Sharding:
         self._find_quantized()
         if once_a_step:
             self._keep_memory()
-        if not once_a_step and hasattr(model, "set_reduce_scatter_max_input_buffers"):
+        elif hasattr(model, "set_reduce_scatter_max_input_buffers"):
             # Since torch 2.13, the backward of a layer need not wait until the reduction of the
             # previous layer ends, and gathers need not wait for reductions. With codes, backward
             # gathers nothing.
@@ -216,13 +217,14 @@ class Sharding:
             # They would become a part of a CUDA graph that is captured on this stream.
             self._model.set_post_optim_event(torch.cuda.current_stream().record_event())
         for group in self._groups:
-            # Sums that share no memory are reduced in the last microbatch of a step. Replicas of
-            # the shards exchange all gradients only then.
-            group.fsdp.reduce_grads = group.shares_memory
-            group.fsdp.all_reduce_grads = False
+            # Sums that share no memory are reduced in the last microbatch of a step.
+            group.module.set_requires_gradient_sync(group.shares_memory, recurse=False)
             # A pass without quantization reads all weights. It must not keep them beside the codes.
             keeps_codes = self._context.quantizing and self._context.engine in group.quantized
-            group.fsdp.reshard_after_backward = group.shares_memory and not keeps_codes
+            reshards = group.shares_memory and not keeps_codes
+            group.module.set_reshard_after_backward(reshards, recurse=False)
+        # Replicas of the shards exchange all gradients in the last microbatch of a step.
+        self._model.set_requires_all_reduce(False)
         try:
             yield
         finally:
@@ -237,7 +239,7 @@ class Sharding:
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                param._unsharded_param.grad = None
+                param.unsharded_param.grad = None
             group.reshard()
 
     def stale_weights(self) -> list[str]:
@@ -253,13 +255,13 @@ class Sharding:
             for param in group.fsdp.fsdp_params:
                 shard = param.sharded_param
                 gathered_shard = distribute_tensor(
-                    param._unsharded_param.detach(),
+                    param.unsharded_param.detach(),
                     shard.device_mesh,
                     shard.placements,
                     src_data_rank=None,
                 ).to_local()
                 if not torch.equal(gathered_shard, shard.to_local().to(gathered_shard)):
-                    stale.append(param._param_fqn)
+                    stale.append(self._names[id(shard)])
             group.reshard()
         return stale
 
@@ -273,16 +275,17 @@ class Sharding:
             group.module.unshard()
             self._before_backward(group)
             for param in group.trained:
-                param._unsharded_param.main_grad.fill_(NOT_BF16)
+                param.unsharded_param.main_grad.fill_(NOT_BF16)
                 param.sharded_param.grad = None
             group.fsdp.post_backward()
         self._model._get_fsdp_state()._root_post_backward_final_callback()
         rounded = []
-        for param in [param for group in self._groups for param in group.trained]:
-            gradient = param.sharded_param.grad.to_local()
-            param.sharded_param.grad = None
-            if gradient.eq(gradient.bfloat16()).any():
-                rounded.append(param._param_fqn)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad.to_local()
+                parameter.grad = None
+                if gradient.eq(gradient.bfloat16()).any():
+                    rounded.append(name)
         return rounded
 
     def _keeps_codes(self, group: _Group) -> bool:
@@ -313,12 +316,11 @@ class Sharding:
 
         CUDA graphs read gathered parameters at fixed addresses. Each step needs this memory anyway.
         """
+        engines = self._context.engines.values()
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
-                engines = self._context.engines.values()
-                if not engines or any(
-                    param not in group.quantized.get(engine, ()) for engine in engines
-                ):
+                keeps_codes = [param in group.quantized.get(engine, ()) for engine in engines]
+                if not engines or not all(keeps_codes):
                     param.free_unsharded_param = lambda: None
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
@@ -333,11 +335,12 @@ class Sharding:
             if group.shares_memory
         ]
         device = next(self._model.parameters()).device
+        stacked = {id(parameter) for stack in stacks for parameter in stack}
         shared = torch.empty(max(sizes, default=0), dtype=torch.float32, device=device)
         for group in self._groups:
             trained = group.trained
             group.module.unshard()
-            gathered_of = {id(param.sharded_param): param._unsharded_param for param in trained}
+            gathered_of = {id(param.sharded_param): param.unsharded_param for param in trained}
             rows = [
                 [gathered_of[id(parameter)] for parameter in stack]
                 for stack in stacks
@@ -348,15 +351,16 @@ class Sharding:
                 group.cleared = [attach_sums([*gathered_of.values()], torch.float32, rows, memory)]
             if rows:
                 # The backward of a fused layer writes the gradients of all its stacked weights.
-                stacked = {id(parameter) for parameters in rows for parameter in parameters}
-                unstacked = [p for p in gathered_of.values() if id(p) not in stacked]
-                group.overwritten = [parameters[0] for parameters in rows]
-                group.cleared = [parameter.main_grad for parameter in unstacked]
+                group.overwritten = [stack[0] for stack in rows]
+                unstacked = gathered_of.keys() - stacked
+                group.cleared = [gathered_of[key].main_grad for key in unstacked]
             for param in trained:
                 param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
                 if group.shares_memory:
-                    param._unsharded_param.shard = param.sharded_param
-                for module in (param._module_info.module, *param._module_info.shared_modules):
+                    param.unsharded_param.shard = param.sharded_param
+            for module in self._model.modules():
+                # The weights of other groups are sharded now.
+                if isinstance(module, nn.Embedding) and not isinstance(module.weight, DTensor):
                     sum_rows_in_fp32(module)
             group.module.reshard()
 
@@ -401,7 +405,7 @@ class Sharding:
         for weight in group.overwritten:
             weight.overwrites_main_grad = True
         for param in group.trained:
-            param.unsharded_accumulated_grad = param._unsharded_param.main_grad
+            param.unsharded_accumulated_grad = param.unsharded_param.main_grad
 
     def _after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook that reshards the model after a forward without gradients.

@@ -51,11 +51,12 @@ def choose_arithmetic(
     keeps_rotated: bool = False,
 ) -> Arithmetic:
     """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
+    kind = Arithmetic
     if active.engine != "torch":
-        return TransformerEngineArithmetic(context, keeps_rotated=keeps_rotated)
-    if _is_faster(device_type, context.compute_dtype):
-        return KernelArithmetic(context, keeps_rotated=keeps_rotated)
-    return Arithmetic(context, keeps_rotated=keeps_rotated)
+        kind = TransformerEngineArithmetic
+    elif _is_faster(device_type, context.compute_dtype):
+        kind = KernelArithmetic
+    return kind(context, keeps_rotated=keeps_rotated)
 
 
 def not_fused_because(
@@ -67,20 +68,19 @@ def not_fused_because(
     `assess_layer` later checks the architecture of each layer. Raise InputError if
     `model.fused: on` is impossible.
     """
-    # Map each reason to a value that is true if the reason applies.
-    reasons = {
-        "because model.fused is off": setting == "off",
-        "because the emulation computes each linear layer separately": active.engine == "emulation",
-        "because they are faster only on a GPU in BF16 or below (model.fused=on uses them)": (
-            setting == "auto" and active.engine == "torch" and not _is_faster(device_type, dtype)
-        ),
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    if reason and setting == "on":
+    if setting == "off":
+        reason = "because model.fused is off"
+    elif active.engine == "emulation":
+        reason = "because the emulation computes each linear layer separately"
+    elif setting == "auto" and active.engine == "torch" and not _is_faster(device_type, dtype):
+        reason = "because they are faster only on a GPU in BF16 or below (model.fused=on uses them)"
+    else:
+        return None
+    if setting == "on":
         raise InputError(
             f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"
         )
-    return f"none, {reason}" if reason else None
+    return f"none, {reason}"
 
 
 def _is_faster(device_type: str, dtype: torch.dtype) -> bool:
@@ -257,7 +257,8 @@ def _wrappers_of_unit(
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the units of `module`. See `wrappers_of` for the definition of a unit."""
-    if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    if has_parameters or isinstance(module, GradientCheckpointingLayer):
         yield module
     else:
         for child in module.children():

@@ -102,9 +102,8 @@ def allocate(
             amax = quantizer.amax
         else:
             amax = torch.zeros(1, device=device)
-    buffers = TensorScaled(
-        fp8_format(te, quantizer.dtype)[0], row_codes, column_codes, scale_inv, scale, amax, used
-    )
+    dtype, *_ = fp8_format(te, quantizer.dtype)
+    buffers = TensorScaled(dtype, row_codes, column_codes, scale_inv, scale, amax, used)
     tensor = te.Float8TensorStorage(
         data=row_codes,
         data_transpose=column_codes,
@@ -186,9 +185,15 @@ def fp8_codes(values, scale, fp8: tl.constexpr):
 
 
 @triton.jit
+def tile_at(tensor, i, j, K):
+    """Return the addresses [BM, BN] of a tile of `tensor` [M, K] at rows i and columns j."""
+    return tensor + i.to(tl.int64)[:, None] * K + j[None, :]
+
+
+@triton.jit
 def load_rows(tensor, i, j, K):
     """Return the values [BM, BN] of `tensor` [M, K] at rows i [BM] and columns j [BN], as FP32."""
-    return tl.load(tensor + i.to(tl.int64)[:, None] * K + j[None, :]).to(tl.float32)
+    return tl.load(tile_at(tensor, i, j, K)).to(tl.float32)
 
 
 @triton.jit
@@ -197,7 +202,7 @@ def store_rows(codes, rows, i, j, K):
 
     Values are rounded to the dtype of `rows`.
     """
-    tl.store(rows + i.to(tl.int64)[:, None] * K + j[None, :], codes)
+    tl.store(tile_at(rows, i, j, K), codes)
 
 
 @triton.jit
@@ -207,7 +212,7 @@ def store_columns(codes, columns, i, j, M):
     The tile is at rows i [BM] and columns j [BN] of the tensor. It is transposed in shared memory,
     so that a warp writes contiguous memory.
     """
-    tl.store(columns + j.to(tl.int64)[:, None] * M + i[None, :], tl.trans(_computed_once(codes)))
+    tl.store(tile_at(columns, j, i, M), tl.trans(_computed_once(codes)))
 
 
 @triton.jit

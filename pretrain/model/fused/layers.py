@@ -60,16 +60,15 @@ _ATTENTION_STACKS = {
     "self_attn.o_proj": ("self_attn.o_proj",),
 }
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_LLAMA = Names(
-    "self_attn",
-    _NORMS,
-    _ATTENTION_STACKS
-    | {
-        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down_proj": ("mlp.down_proj",),
-    },
-)
+_LLAMA_MLP = {
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+_GPT2_ATTENTION_STACKS = {name: (name,) for name in ("attn.c_attn", "attn.c_proj")}
 _GPT2_MLP = {name: (name,) for name in ("mlp.c_fc", "mlp.c_proj")}
+_LLAMA = Names("self_attn", _NORMS, _ATTENTION_STACKS | _LLAMA_MLP)
+_STARCODER2 = Names("self_attn", _NORMS, _ATTENTION_STACKS | _GPT2_MLP)
+_GPT2 = Names("attn", ("ln_1", "ln_2"), _GPT2_ATTENTION_STACKS | _GPT2_MLP)
 # Full names of the layer classes that can be fused. Classes are compared by name, because importing
 # the classes would import six architectures at the start of every run.
 _FUSED = {
@@ -77,14 +76,8 @@ _FUSED = {
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA,
-    "transformers.models.starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": Names(
-        "self_attn", _NORMS, _ATTENTION_STACKS | _GPT2_MLP
-    ),
-    "transformers.models.gpt2.modeling_gpt2.GPT2Block": Names(
-        "attn",
-        ("ln_1", "ln_2"),
-        {name: (name,) for name in ("attn.c_attn", "attn.c_proj")} | _GPT2_MLP,
-    ),
+    "transformers.models.starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": _STARCODER2,
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
 }
 
 
@@ -103,11 +96,12 @@ def stack_of(linear: str) -> Stack:
     of the product under the product's name. A linear layer that is in no stack has a product of its
     own, with its name.
     """
-    for product, members in [stack for names in _FUSED.values() for stack in names.stacks.items()]:
-        for member in members:
-            if linear.endswith(f".{member}"):
+    for names in _FUSED.values():
+        for product, members in names.stacks.items():
+            for member in members:
                 layer = linear.removesuffix(member)
-                return Stack(f"{layer}{product}", tuple(f"{layer}{name}" for name in members))
+                if layer != linear and layer.endswith("."):
+                    return Stack(f"{layer}{product}", tuple(f"{layer}{name}" for name in members))
     return Stack(linear, (linear,))
 
 
@@ -531,10 +525,9 @@ class OutputAndMLP(torch.autograd.Function):
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up.add_weight_gradient(d_hidden, normed)
         del d_hidden, normed
+        has_biases = bool(output.stack.biases or down.stack.biases)
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
-            *(d_normed, x, *statistics, layer.parts.norms[1]),
-            residual=dy,
-            summed=bool(output.stack.biases or down.stack.biases),
+            d_normed, x, *statistics, layer.parts.norms[1], residual=dy, summed=has_biases
         )
         del d_normed, x
         quantized = output.quantize("grad_output", dx)

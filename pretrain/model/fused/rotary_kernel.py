@@ -39,6 +39,7 @@ from pretrain.model.fused.fp8_tile import (
     record_amax,
     store_tensor_scaled,
     tensor_scale,
+    tile_at,
 )
 from pretrain.precision.transformer_engine import library
 
@@ -415,7 +416,7 @@ def _write_head(
     i = first + tl.arange(0, inside.shape[0])
     j = column + tl.arange(0, half)
     if fp8 is None:
-        at = rows + i.to(tl.int64)[:, None] * width + j[None, :]
+        at = tile_at(rows, i, j, width)
         tl.store(at, d1, mask=inside)
         tl.store(at + half, d2, mask=inside)
     else:
