@@ -28,7 +28,8 @@ import torch
 from foundation.errors import InputError, one_line
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

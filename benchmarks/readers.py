@@ -34,6 +34,7 @@ from benchmarks.machine import ROOT, measured_on, with_tables
 from foundation.files import write_json
 from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.model import huggingface as model
+from pretrain.model.exported import write_model
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import LowPrecisionSettings, configured
 from pretrain.run.served import served_weights
@@ -213,7 +214,7 @@ def export_quantized(name: str, folder: Path, tokenizer: Any) -> PreTrainedModel
     tensors, hf.config.quantization_config, _ = served_weights(
         run, precision_name, settings, hf, hf.state_dict().__getitem__, {}
     )
-    model.export(hf, tensors.items(), tokenizer, folder, {})
+    write_model(hf, tensors.items(), tokenizer, folder, {})
     precision = configured(precision_name, settings)
     assert isinstance(precision, QuantizedPrecision)
     quantize = precision.quantizer("weight", "features")
@@ -245,7 +246,7 @@ def make(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[str]
         hf = build(kind)
         name = "tokenizer of qwen2" if kind == "qwen2" else "tokenizer"
         tensors = model.named_tensors(hf).items()
-        model.export(hf, tensors, tokenizer_in(str(folder / name)), folder / kind, {})
+        write_model(hf, tensors, tokenizer_in(str(folder / name)), folder / kind, {})
         values[kind] = expected(hf, ids)
     for name in PRECISIONS:
         hf = export_quantized(name, folder / name, tokenizer_in(str(folder / "tokenizer")))

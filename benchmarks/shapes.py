@@ -44,7 +44,8 @@ from foundation.files import write_json
 from foundation.units import TERA, markdown, percent
 from pretrain.metrics.cards import bf16_peak
 from pretrain.metrics.flops import ModelFlops, nanogpt
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import load_recipe, resolved
 

@@ -44,7 +44,8 @@ from lab.compare.differences import (
 from lab.experiments.protocol import Protocol
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 

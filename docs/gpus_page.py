@@ -12,7 +12,8 @@ from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.cards import CARDS, Card
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.plan.plan import Training
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.schedule import PrecisionSchedule

@@ -85,10 +85,10 @@ def cache_configurations() -> None:
     A launch makes 40, among them those that show if a key has an effect. They take a fifth of the
     time of a small run.
     """
-    huggingface = sys.modules.get("pretrain.model.huggingface")
-    if huggingface is None:
+    configuration = sys.modules.get("pretrain.model.configuration")
+    if configuration is None:
         return
-    make = huggingface.config_values
+    make = configuration.config_values
     made: dict[tuple[type, str], dict[str, Any]] = {}
 
     def config_values(kind: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def cache_configurations() -> None:
             made[key] = make(kind, values)
         return made[key]
 
-    huggingface.config_values = config_values
+    configuration.config_values = config_values
     # transformers formats each configuration for a log message that is not shown.
-    huggingface.PretrainedConfig.__repr__ = object.__repr__
+    configuration.PretrainedConfig.__repr__ = object.__repr__
 
 
 def seed_only_existing_devices() -> None:

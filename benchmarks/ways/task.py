@@ -23,6 +23,7 @@ from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.model import attention
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.model.packed import inputs_of
 from pretrain.settings.recipe import Recipe
 
@@ -37,7 +38,7 @@ class Task:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        return model.load_config(self.recipe.model)
+        return load_config(self.recipe.model)
 
     @property
     def attention(self) -> str:

@@ -26,8 +26,9 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import newest_in
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
+from pretrain.model.configuration import load_config
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import (
     OPTIONS,
     PRECISIONS,

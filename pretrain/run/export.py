@@ -39,6 +39,8 @@ from pretrain.checkpoint.format import (
 )
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, read_run
 from pretrain.model import huggingface
+from pretrain.model.configuration import load_config
+from pretrain.model.exported import write_model
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.precision.layouts import equal_codes
 from pretrain.precision.product import PREFIX
@@ -134,7 +136,7 @@ def write_export(
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
         further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None, facts=facts)
-    huggingface.export(hf, tensors, tokenizer, out, further_files)
+    write_model(hf, tensors, tokenizer, out, further_files)
     return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
 
 
@@ -146,7 +148,7 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
 
     stored_as: the setting `weights` that determines the dtype of the parameters.
     """
-    hf = huggingface.build_on_meta(huggingface.load_config(recipe.model))
+    hf = huggingface.build_on_meta(load_config(recipe.model))
     huggingface.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
     if recipe.model.weights_source is not None:
         huggingface.load_generation_config(hf, recipe.model)
@@ -275,7 +277,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
     further_files = {CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None)}
-    huggingface.export(
+    write_model(
         hf,
         all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
         run.job.tokenizer,

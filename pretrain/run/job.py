@@ -25,6 +25,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention, graphs
+from pretrain.model.configuration import load_config, source_config
 from pretrain.model.distributed import (
     device_of,
     gathers_once_a_step,
@@ -32,13 +33,7 @@ from pretrain.model.distributed import (
     refused_together,
     replicas_of,
 )
-from pretrain.model.huggingface import (
-    build_on_meta,
-    check_architecture,
-    decoder_layers,
-    load_config,
-    source_config,
-)
+from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.optimizer import schedule
 from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.checks import (

@@ -20,7 +20,7 @@ from foundation.errors import as_input_error
 from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
-from pretrain.model.huggingface import load_config
+from pretrain.model.configuration import load_config
 from pretrain.model.sharding import gathered
 from pretrain.run.command_checks import model_folder
 from pretrain.run.run import Run

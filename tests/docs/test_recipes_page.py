@@ -6,7 +6,8 @@ import pytest
 
 from docs.recipes_page import FOLDER, top_comment
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.settings.config import load_recipe
 
 # Billions of parameters, computed from the shapes in the source documents.

@@ -16,6 +16,7 @@ from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model import attention
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.settings import PRECISIONS
@@ -44,7 +45,7 @@ DEVICE = torch.device("cuda")
 @pytest.fixture
 def packed() -> PackedLanguageModel:
     """Model with FP32 weights, BF16 working copies and torch's variable-length attention."""
-    config = model.load_config(SETTINGS)
+    config = load_config(SETTINGS)
     hf = model.build(
         SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen"
     )

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from packing.arrow import Pack
 from pretrain.model import attention
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.emulation import EmulationEngine
@@ -144,7 +145,7 @@ def build_model() -> Callable[..., PackedLanguageModel]:
             "backend": backend,
         }
         packed = PackedLanguageModel(
-            model.build(settings, model.load_config(settings), **options),
+            model.build(settings, load_config(settings), **options),
             backend,
             LossSettings(chunk=16),
         )

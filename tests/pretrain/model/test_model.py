@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
+from pretrain.model.exported import old_keys
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.packed import forward_backward, inputs_of
@@ -73,7 +75,7 @@ def build_from(folder: Path, config: dict[str, object] | None = None) -> PreTrai
     source = ModelSettings(source=str(folder), config=config)
     return model.build(
         source,
-        model.load_config(source),
+        load_config(source),
         weights=torch.float32,
         seed=1,
         device=CPU,
@@ -226,15 +228,13 @@ def test_under_fsdp2_only_the_first_rank_loads_weights(
         config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes
     )
     torch.manual_seed(3)
-    drawn = AutoModelForCausalLM.from_config(model.load_config(settings))
+    drawn = AutoModelForCausalLM.from_config(load_config(settings))
     drawn.generation_config.temperature = 0.5
     drawn.generation_config.do_sample = True
     drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
     settings = ModelSettings(source=str(tmp_path / "model"))
     options = {"seed": 7, "backend": "packed_sdpa"}
-    expected = model.build(
-        settings, model.load_config(settings), weights=kept, device=CPU, **options
-    )
+    expected = model.build(settings, load_config(settings), weights=kept, device=CPU, **options)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
@@ -242,7 +242,7 @@ def test_under_fsdp2_only_the_first_rank_loads_weights(
         first = SimpleNamespace(is_main_process=True, device=CPU)
         hf, values = model.build_on_first_rank(
             settings,
-            model.load_config(settings),
+            load_config(settings),
             first,
             kept=kept,
             weights=torch.bfloat16,
@@ -268,20 +268,20 @@ def test_under_fsdp2_only_the_first_rank_loads_weights(
 def test_default_tokens_beyond_the_vocabulary_are_null(tmp_path: Path) -> None:
     for kind, chosen in (("gpt2", {}), ("phi3", {}), ("gpt2", {"eos_token_id": 96})):
         settings = ModelSettings(config={"model_type": kind, "vocab_size": 97, **chosen})
-        config = model.load_config(settings)
+        config = load_config(settings)
         config.save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
         assert (saved["eos_token_id"], saved["pad_token_id"]) == (chosen.get("eos_token_id"), None)
         hf = model.build_on_meta(config)
         assert hf.generation_config.eos_token_id == chosen.get("eos_token_id")
-    assert model.load_config(ModelSettings(config={"model_type": "gpt2"})).eos_token_id == 50_256
+    assert load_config(ModelSettings(config={"model_type": "gpt2"})).eos_token_id == 50_256
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
 def test_a_key_that_only_the_layers_read_is_accepted(
     kind: str,
 ) -> None:
-    config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
+    config = load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
     assert (
         model.decoder_layers(model.build_on_meta(config))[
             "model.layers.0"
@@ -289,7 +289,7 @@ def test_a_key_that_only_the_layers_read_is_accepted(
         == 4 * 24
     )
     with pytest.raises(InputError, match=r"`model\.config\.head_dmi: .* no such key"):
-        model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
+        load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
 @pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
@@ -297,14 +297,12 @@ def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
     key: str,
 ) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}: .* no such key"):
-        model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
+        load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
 
 
 def test_a_common_name_of_a_key_is_accepted() -> None:
     assert (
-        model.load_config(
-            ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})
-        ).n_layer
+        load_config(ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})).n_layer
         == 3
     )
 
@@ -320,7 +318,7 @@ def test_keys_set_over_a_source_also_change_derived_keys(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(stored))
 
     def load(**config: object) -> PretrainedConfig:
-        return model.load_config(ModelSettings(source=str(tmp_path), config=config))
+        return load_config(ModelSettings(source=str(tmp_path), config=config))
 
     assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
     for _ in range(2):
@@ -374,11 +372,11 @@ def test_a_key_counts_as_if_it_were_in_the_file(
         written.save_pretrained(tmp_path)
     if written_by == "our export":
         file = tmp_path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | model.old_keys(written)))
+        file.write_text(json.dumps(json.loads(file.read_text()) | old_keys(written)))
     source = {"source": str(tmp_path), "config": key}
     if written_by == "nobody":
         source = {"config": {"model_type": kind} | stored | older}
-    config = model.load_config(ModelSettings(**source))
+    config = load_config(ModelSettings(**source))
     for name, value in expected.to_dict().items():
         if not name.startswith("_"):
             assert config.to_dict()[name] == value, name
@@ -393,12 +391,12 @@ def test_a_key_of_older_files_is_accepted_or_rejected(
 ) -> None:
     expected = AutoConfig.for_model(kind, **{key: value}).rope_parameters
     assert (
-        model.load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters
+        load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters
         == expected
     )
     AutoConfig.for_model(kind, rotary_pct=1.0).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=rf"`model\.config\.{key}: .*no effect.*`rope_parameters`"):
-        model.load_config(ModelSettings(source=str(tmp_path), config={key: value}))
+        load_config(ModelSettings(source=str(tmp_path), config={key: value}))
 
 
 @pytest.mark.parametrize(
@@ -418,7 +416,7 @@ def test_a_key_of_older_files_is_accepted_or_rejected(
 )
 def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}.*no such key") as error:
-        model.load_config(ModelSettings(config={"model_type": kind, key: value}))
+        load_config(ModelSettings(config={"model_type": kind, key: value}))
     assert "`_" not in str(error.value).partition("did you mean")[2]
 
 
@@ -426,7 +424,7 @@ def test_a_factor_without_a_type_of_rotation_is_rejected() -> None:
     for key in ("rope_scaling", "rope_parameters"):
         config = {"model_type": "llama", key: {"factor": 8.0}}
         with pytest.raises(InputError, match=r"`factor: 8\.0` has no effect .*`rope_type`"):
-            model.load_config(ModelSettings(config=config))
+            load_config(ModelSettings(config=config))
 
 
 def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
@@ -440,7 +438,7 @@ def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
         ("phi", {"partial_rotary_factor": 0.25}),
         ("gemma3_text", {"rope_parameters": sliding | {"full_attention": linear}}),
     ):
-        model.load_config(ModelSettings(config=config | {"model_type": kind}))
+        load_config(ModelSettings(config=config | {"model_type": kind}))
 
 
 @pytest.mark.parametrize(
@@ -451,7 +449,7 @@ def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
     ],
 )
 def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None:
-    config = model.load_config(ModelSettings(config={"model_type": kind, "num_hidden_layers": 4}))
+    config = load_config(ModelSettings(config={"model_type": kind, "num_hidden_layers": 4}))
     with pytest.raises(InputError, match=message):
         model.check_architecture(model.build_on_meta(config), LENGTH, LossSettings())
 
@@ -462,7 +460,7 @@ def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None
 )
 def test_a_size_of_zero_is_rejected(kind: str, key: str) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}: 0` is below 1"):
-        model.load_config(ModelSettings(config={"model_type": kind, key: 0}))
+        load_config(ModelSettings(config={"model_type": kind, key: 0}))
 
 
 def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
@@ -471,16 +469,16 @@ def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
     A value of null means that it is derived from other keys.
     """
     published = SMALL | {"sliding_window": 8, "use_sliding_window": False}
-    model.load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
+    load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
     AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"`model\.config\.sliding_window: 16` has no effect"):
-        model.load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
+        load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
     for kind, key in (
         ("llama", "head_dim"),
         ("llama", "num_key_value_heads"),
         ("llama", "rope_scaling"),
     ):
-        model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
+        load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
 
 
 def test_untrained_parameters_stay_untrained_from_a_source(
@@ -607,7 +605,7 @@ def test_the_configuration_of_a_quantized_source_has_no_quantization(
     hf.config.quantization_config = {"quant_method": "compressed-tensors"}
     hf.config.save_pretrained(tmp_path)
     for from_scratch in (False, True):
-        config = model.load_config(ModelSettings(source=str(tmp_path), from_scratch=from_scratch))
+        config = load_config(ModelSettings(source=str(tmp_path), from_scratch=from_scratch))
         assert not hasattr(config, "quantization_config")
 
 

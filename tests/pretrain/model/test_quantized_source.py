@@ -35,7 +35,8 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from foundation.errors import InputError
-from pretrain.model.huggingface import build, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build
 from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_codes, layout_of
 from pretrain.precision.quantizers import E4M3, blocks, tensor
 from pretrain.settings.recipe import ModelSettings

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
 from pretrain.metrics.health import Health
-from pretrain.model.huggingface import load_config
+from pretrain.model.configuration import load_config
 from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.settings.recipe import HealthSettings, ModelSettings

@@ -28,6 +28,7 @@ from transformers import (
 from packing.records import CHATML
 from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.model import huggingface as model
+from pretrain.model.exported import old_keys, write_model, write_tokenizer
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.served import served_weights
 from pretrain.run.tokenizer import tokenizer_in
@@ -215,7 +216,7 @@ def serve(precision: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> P
     tensors, hf.config.quantization_config, _ = served_weights(
         folder, precision, settings, hf, hf.state_dict().__getitem__, {}
     )
-    model.export(hf, tensors.items(), tokenizer, folder / "out", {})
+    write_model(hf, tensors.items(), tokenizer, folder / "out", {})
     return folder / "out"
 
 
@@ -227,10 +228,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in MODELS:
         hf = build(kind)
         tensors = model.named_tensors(hf).items()
-        model.export(hf, tensors, tokenizers["own"], folder / "models" / kind, {})
+        write_model(hf, tensors, tokenizers["own"], folder / "models" / kind, {})
     for name, tokenizer in tokenizers.items():
         (folder / "tokenizers" / name).mkdir(parents=True)
-        model.save_tokenizer(tokenizer, folder / "tokenizers" / name)
+        write_tokenizer(tokenizer, folder / "tokenizers" / name)
     return folder
 
 
@@ -332,7 +333,7 @@ def test_keys_of_this_process_are_not_written(exports: Path) -> None:
 
 def test_the_old_keys_are_those_of_published_files() -> None:
     def keys(kind: str, **values: Any) -> dict[str, Any]:
-        return model.old_keys(AutoConfig.for_model(kind, **copy.deepcopy(values)))
+        return old_keys(AutoConfig.for_model(kind, **copy.deepcopy(values)))
 
     assert keys("llama", **MODELS["llama"]) == {"rope_theta": 5e5, "rope_scaling": LLAMA3}
     qwen3 = {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
@@ -356,6 +357,6 @@ def test_version_5_reads_the_same_configuration_with_old_keys(kind: str, tmp_pat
     config.save_pretrained(tmp_path)
     expected = AutoConfig.from_pretrained(tmp_path).to_dict()
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | model.old_keys(config)))
+    file.write_text(json.dumps(json.loads(file.read_text()) | old_keys(config)))
     read = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert {key: read[key] for key in expected} == expected

@@ -23,6 +23,7 @@ from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -326,7 +327,7 @@ def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: boo
     settings = ModelSettings(
         config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd}
     )
-    shapes = model.build_on_meta(model.load_config(settings))
+    shapes = model.build_on_meta(load_config(settings))
     with (
         pytest.raises(InputError, match="no linear layer of Qwen3ForCausalLM can compute")
         if refused

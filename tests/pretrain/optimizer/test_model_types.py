@@ -11,12 +11,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model.huggingface import (
-    build_on_meta,
-    check_architecture,
-    config_values,
-    decoder_layers,
-)
+from pretrain.model.configuration import config_values
+from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.observe.update_check import is_decayed, muon_matrices
 from pretrain.optimizer.adamw import groups_of
 from pretrain.optimizer.muon import Hidden, hidden_parameters

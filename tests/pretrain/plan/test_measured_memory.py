@@ -12,7 +12,8 @@ import pytest
 from foundation.units import GIB
 from lab.speed.targets import devices_called, plan_on
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.plan.plan import Training
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT

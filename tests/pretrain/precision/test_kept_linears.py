@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.precision.scope import check_scope, decide, is_called
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
@@ -28,7 +29,7 @@ QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 @pytest.fixture(scope="module")
 def hf() -> PreTrainedModel:
-    return model.build_on_meta(model.load_config(ModelSettings(config=QWEN3)))
+    return model.build_on_meta(load_config(ModelSettings(config=QWEN3)))
 
 
 def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> ActivePrecision:
@@ -125,7 +126,7 @@ def test_only_the_router_stays_unquantized(
     config = {**QWEN3, "model_type": kind, "num_hidden_layers": 1, **sizes}
     if kind == "jetmoe":  # jetmoe calls this key kv_channels.
         del config["head_dim"]
-    hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
+    hf = model.build_on_meta(load_config(ModelSettings(config=config)))
     decisions = decide(hf, list(model.decoder_layers(hf).values()), active())
     kept = {
         name
@@ -183,7 +184,7 @@ def test_a_head_that_would_stay_in_bf16_is_refused_if_it_is_requested(
     precision: str, vocabulary: int, patterns: tuple[str, ...], reason: str | None
 ) -> None:
     config = QWEN3 | {"vocab_size": vocabulary}
-    hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
+    hf = model.build_on_meta(load_config(ModelSettings(config=config)))
     layers = list(model.decoder_layers(hf).values())
     check_scope(hf, layers, active(*patterns, precision=precision))
     requested = active(*patterns, precision=precision, scope="linear+head")

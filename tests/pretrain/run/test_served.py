@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model import huggingface
+from pretrain.model.exported import write_model
 from pretrain.precision.layouts import LAYOUTS
 from pretrain.precision.quantizers import E4M3
 from pretrain.precision.quantizers.blocks import quantize_mx, quantize_nvfp4
@@ -154,7 +154,7 @@ def test_scales_of_a_renamed_head_are_renamed_with_it(tmp_path: Path) -> None:
     """Test the name `embed_out`, which GPT-NeoX's files have for `lm_head`."""
     hf, tensors, layout, _ = served(tmp_path, "block", ["lm_head"], model_type="gpt_neox")
     hf.config.quantization_config = layout
-    huggingface.export(hf, tensors.items(), None, tmp_path / "out", {})
+    write_model(hf, tensors.items(), None, tmp_path / "out", {})
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved["embed_out.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(saved["embed_out.weight_scale_inv"], tensors["lm_head.weight_scale_inv"])

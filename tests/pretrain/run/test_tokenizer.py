@@ -21,7 +21,7 @@ from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings
 from packing.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
-from pretrain.model.huggingface import load_config
+from pretrain.model.configuration import load_config
 from pretrain.run.tokenizer import (
     encoded_prompt,
     end_of_answers,

@@ -18,6 +18,7 @@ from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
 from pretrain.model import packed as packed_model
+from pretrain.model.configuration import load_config
 from pretrain.model.distributed import gathers_once_a_step, shard
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -279,7 +280,7 @@ def low_precision_model(
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(
         settings,
-        model.load_config(settings),
+        load_config(settings),
         weights=stored_in,
         seed=seed,
         device=device,

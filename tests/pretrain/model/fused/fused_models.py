@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.configuration import load_config
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -97,7 +98,7 @@ def build(
     settings = ModelSettings(config=config)
     hf = model.build(
         settings,
-        model.load_config(settings),
+        load_config(settings),
         weights=dtype,
         seed=1,
         device=torch.device(device),

@@ -1,0 +1,326 @@
+"""Read the configuration of a Hugging Face model, and apply the changes of a recipe.
+
+Keys that the configuration class does not have, and keys without effect, are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+)
+
+from foundation.errors import InputError, as_input_error
+from foundation.overrides import overridden
+from foundation.settings import flatten
+from pretrain.settings.config import SOURCE
+from pretrain.settings.recipe import ModelSettings
+
+# Keys that must be 1 or more. transformers builds some models with 0 or with a negative value.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_inner",
+    "ffn_dim",
+    "moe_intermediate_size",
+)
+# RoPE parameters that transformers 4 writes beside `rope_scaling`.
+_TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")
+# Exceptions that transformers and torch raise for unexpected values. Some architectures check the
+# values of their configuration, and others fail when they first use a value.
+explaining_transformers = partial(
+    as_input_error,
+    (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        OSError,
+        ImportError,
+        StrictDataclassError,
+        SafetensorError,
+    ),
+)
+_SET_SOURCE = (
+    "set `model.source` to the folder of a model, for example to the `final` folder of a run"
+)
+# Keys of a config.json that may differ although the model is the same: paths, versions, settings of
+# the run, flags that select outputs, and keys of classifiers.
+_NOT_OF_THE_MODEL = {
+    "_name_or_path",
+    "_commit_hash",
+    "auto_map",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "_attn_implementation",
+    "attention_dropout",
+    "attn_pdrop",
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+}
+
+
+def load_config(settings: ModelSettings) -> PretrainedConfig:
+    """Return the model configuration that the settings `source` and `config` describe.
+
+    With a source, the configuration has the values of the source's config.json, except for the keys
+    in `config`, which replace them. Without a source, it has the values in `config`, and defaults
+    for all other keys. Raise InputError for an unknown source, model type or key, for a key without
+    effect, and for values that the configuration class rejects. transformers itself would accept
+    unknown keys without a message.
+    """
+    kind, stored, changes = _read(settings)
+    values = _rebased(kind, stored, changes) | changes if changes else stored
+    vocabulary = values.get("vocab_size")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        default = getattr(kind, key, None)
+        # The default of the class may be an id of a larger vocabulary.
+        if isinstance(default, int) and isinstance(vocabulary, int) and default >= vocabulary:
+            values = {key: None} | values
+    for key in (kind.attribute_map.get(size, size) for size in _SIZES):
+        if isinstance(values.get(key), int) and values[key] < 1:
+            raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
+    with explaining_transformers(f"`model.config`: {kind.__name__} does not accept these values"):
+        config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
+    for key in changes:
+        if not _has_effect(kind, values, key, over_source=bool(stored)):
+            near = _nearest(key, {*config_values(kind, {}), *kind.attribute_map} - {key})
+            raise InputError(
+                f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
+                "key, or reads the value from other keys, such as `rope_parameters` or "
+                f"`layer_types`{near}"
+            )
+    if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
+        raise InputError(
+            "`model.config.router_aux_loss_coef` requires the router loss; set "
+            "`model.config.output_router_logits: true`"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_changed = not changes.keys().isdisjoint(("rope_parameters", "rope_scaling"))
+    if is_changed and rope.get("rope_type") == "default" and "factor" in rope:
+        raise InputError(
+            f"`model.config`: `factor: {rope['factor']}` has no effect with "
+            "`rope_type: default`; either set another `rope_type`, such as linear, or remove it"
+        )
+    return config
+
+
+def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
+    """Return the configuration class, the values of `source`, and the changes in `config`.
+
+    Values and changes are dicts that map each key to its value. Keys with several names get the
+    name that the configuration class uses. If a key is set under two names, the last one counts.
+    Raise InputError for an unknown source or model type, or if `config` contradicts the source.
+    """
+    changes = copy.deepcopy(settings.config or {})
+    stored: dict[str, Any] = {}
+    if settings.source is None:
+        name = str(changes.pop("model_type"))
+        if name not in CONFIG_MAPPING:
+            raise InputError(
+                f"`model.config.model_type`: transformers has no model type {name!r}"
+                f"{_nearest(name, CONFIG_MAPPING)}"
+            )
+        kind = CONFIG_MAPPING[name]
+    else:
+        stored = _stored_config(settings)
+        if not stored:
+            raise InputError(
+                f"`model.source`: {settings.source}: the source has no config.json; {_SET_SOURCE}"
+            )
+        if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
+            raise InputError(
+                f"`model.source`: {settings.source} requires Python code that is stored with the "
+                "model, but such code is never run here; choose another model"
+            )
+        # Quantized weights are dequantized when they are loaded.
+        stored = without_key("quantization_config", stored)
+        with explaining_transformers(
+            f"`model.source`: {settings.source}: transformers rejects its config.json"
+        ):
+            loaded = AutoConfig.from_pretrained(
+                str(settings.repository), revision=settings.revision, trust_remote_code=False
+            )
+        kind = type(loaded)
+    model_type = changes.pop("model_type", kind.model_type)
+    if model_type != kind.model_type:
+        raise InputError(
+            f"`model.config.model_type: {model_type}` contradicts `model.source`, which has the "
+            f"model type {kind.model_type}; remove either `model.config.model_type` or "
+            "`model.source`"
+        )
+    names = kind.attribute_map | {"torch_dtype": "dtype"}
+    stored, changes = (
+        {names.get(key, key): value for key, value in values.items()}
+        for values in (stored, changes)
+    )
+    return kind, stored, changes
+
+
+def _rebased(
+    kind: type[PretrainedConfig],
+    stored: dict[str, Any],
+    changes: dict[str, Any],
+) -> dict[str, Any]:
+    """Return a copy of `stored` without derived values, so that `changes` can take effect.
+
+    The result describes the same configuration as `stored`. transformers 5 writes derived values
+    into config.json. If `changes` has a key from which transformers derives another value, the
+    stored value would replace the newly derived value. Therefore lists that transformers computes
+    from other keys, such as `layer_types`, are dropped. `rope_parameters` is replaced by the keys
+    that older versions of transformers wrote instead, such as `rope_theta`. But if `changes`
+    contains `rope_parameters`, only the older key `rope_scaling` is dropped, and `rope_parameters`
+    is kept.
+    """
+    base = dict(stored)
+    if "rope_parameters" in changes:
+        base.pop("rope_scaling", None)
+    elif isinstance(rope := stored.get("rope_parameters"), dict):
+        top_level = {key: rope[key] for key in _TOP_LEVEL_ROPE if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in top_level}
+        unfolded = without_key("rope_parameters", base) | top_level | {"rope_scaling": scaling}
+        if is_same(kind, stored, unfolded):
+            base = unfolded
+    for key in [key for key, value in base.items() if isinstance(value, list)]:
+        if is_same(kind, stored, without_key(key, base)):
+            del base[key]
+    return base
+
+
+def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """Return all public values of a configuration of class `kind` that is made from `values`.
+
+    Return an empty dict if the class rejects the values. Warnings of transformers are hidden.
+
+    A configuration stores unknown keys too. See `is_same`.
+    """
+    quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
+    with (
+        suppress(InputError),
+        explaining_transformers(kind.__name__),
+        quiet,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        made = kind.from_dict(copy.deepcopy(values)).to_dict()
+        return {key: value for key, value in made.items() if not key.startswith("_")}
+    return {}
+
+
+def without_key(key: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def is_same(kind: type[PretrainedConfig], values: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if `other` describes the same configuration as `values`.
+
+    `other` may have additional unknown keys, which a configuration stores.
+    """
+    return config_values(kind, values).items() <= config_values(kind, other).items()
+
+
+def _has_effect(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+) -> bool:
+    """Return False if the configuration class has no `key`, or if `key` has no effect.
+
+    Without a source, every key that the class has is accepted, even a key without effect, because
+    published config.json files contain keys without effect. For example, a file may set a key to
+    null instead of its default, or another key of the file may turn this key off.
+
+    Args:
+        kind: The configuration class.
+        values: Map each key of the configuration to its value.
+        key: The key of `values` to check.
+        over_source: True if the model has a source, whose values `key` changes.
+    """
+    value = values[key]
+    remaining = without_key(key, values)
+    without = config_values(kind, remaining)
+    if key.startswith("_"):
+        return False
+    # The layers of many models read `head_dim`, although their configurations lack it.
+    if not without or key == "head_dim":
+        return True
+    if key not in without:
+        return has_reaction(kind, remaining, key, value)
+    # The class adds missing entries to a dict, so the dict in the configuration may differ from the
+    # dict in `values`.
+    is_kept = without[key] == value or isinstance(value, dict)
+    return not over_source or is_kept or not is_same(kind, remaining, values)
+
+
+def has_reaction(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *first: Any
+) -> bool:
+    """Return True if another key of the configuration made from `values` depends on `key`.
+
+    The function sets `key` to a few different values, one after the other. `first` are tried first.
+    """
+    for value in (*first, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
+        changed = values | {key: value}
+        if config_values(kind, changed) and not is_same(kind, values, changed):
+            return True
+    return False
+
+
+def source_config(settings: ModelSettings) -> dict[str, Any]:
+    """Return a dict from dotted keys to the values of the source's config.json.
+
+    The dict identifies the model that a run trains. Example: {"model.source.rms_norm_eps": 1e-6}.
+    Only values of the file are returned, because the defaults for missing values depend on the
+    version of transformers. Keys that do not describe the model, such as paths and versions, are
+    omitted. Return an empty dictionary if the model has no source. Raise InputError if the source
+    does not exist.
+    """
+    if settings.source is None:
+        return {}
+    return {
+        f"{SOURCE}{key}": value
+        for key, value in flatten(_stored_config(settings)).items()
+        if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))
+    }
+
+
+def _stored_config(settings: ModelSettings) -> dict[str, Any]:
+    what = (
+        f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
+        "Hugging Face hub"
+    )
+    with explaining_transformers(what, _SET_SOURCE):
+        return PretrainedConfig.get_config_dict(
+            str(settings.repository), revision=settings.revision
+        )[0]
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""
