@@ -33,6 +33,7 @@ from pretrain.model.fused.fp8_tile import (
     allocate,
     exponential,
     load_rows,
+    program_tile,
     record_amax,
     store_rows,
     store_tensor_scaled,
@@ -194,8 +195,7 @@ def _activation_amax(
     The tile is from the gradient of `hidden`, or from the activated values if `d_activated` is
     None.
     """
-    i = tl.program_id(0) * height + tl.arange(0, height)
-    j = tl.program_id(1) * width + tl.arange(0, width)
+    i, j = program_tile(height, width)
     gate, up = _load(hidden, i, j, F, gated)
     if d_activated is None:
         record_amax(amax, _activate(gate, up, function, gated))
@@ -221,8 +221,7 @@ def _activation_forward(
     width: tl.constexpr,
 ):
     """Write the activated values of one tile in the FP8 format `fp8`, or in BF16 if it is None."""
-    i = tl.program_id(0) * height + tl.arange(0, height)
-    j = tl.program_id(1) * width + tl.arange(0, width)
+    i, j = program_tile(height, width)
     gate, up = _load(hidden, i, j, F, gated)
     activated = _activate(gate, up, function, gated)
     if fp8 is None:
@@ -356,14 +355,13 @@ def _launch_backward(
 
     Return the gradient of `hidden`, summed over tokens in FP32. It is None unless `summed` is set.
     """
+    tokens, features = hidden.shape
     sums = None
     if summed:
-        programs = len(hidden) // (tile.rows * tile.tiles)
-        sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
-    recomputed = {f"activated_{name}": value for name, value in activated.arguments.items()}
-    del recomputed["activated_amax"]
-    arguments = {**d_hidden.arguments, **recomputed}
-    tokens = len(hidden)
+        programs = tokens // (tile.rows * tile.tiles)
+        sums = hidden.new_empty(programs, features, dtype=torch.float32)
+    arguments = {f"activated_{name}": value for name, value in activated.arguments.items()}
+    del arguments["activated_amax"]
     _launch(
         *(_activation_backward, tile, hidden, kind),
         d_activated=d_activated,
@@ -371,6 +369,7 @@ def _launch_backward(
         T=tokens,
         tiles=tile.tiles,
         stages=tile.stages,
+        **d_hidden.arguments,
         **arguments,
     )
     return None if sums is None else sums.sum(0)

@@ -185,6 +185,13 @@ def fp8_codes(values, scale, fp8: tl.constexpr):
 
 
 @triton.jit
+def program_tile(height: tl.constexpr, width: tl.constexpr):
+    """Return the rows [height] and the columns [width] of the tile of this program."""
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    return i, tl.program_id(1) * width + tl.arange(0, width)
+
+
+@triton.jit
 def tile_at(tensor, i, j, K):
     """Return the addresses [BM, BN] of a tile of `tensor` [M, K] at rows i and columns j."""
     return tensor + i.to(tl.int64)[:, None] * K + j[None, :]

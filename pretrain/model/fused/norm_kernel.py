@@ -160,7 +160,7 @@ def norm(
     tokens, width = x.shape
     height, step, warps = _tile(width)
     y = torch.empty_like(x)
-    rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    rstd = x.new_empty(tokens, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
     _norm[(triton.cdiv(tokens, height),)](
         x=x,
@@ -206,7 +206,7 @@ def norm_backward(
     count = 1
     if mean is not None:
         count = 4 if summed else 2
-    sums = torch.empty(programs, count, width, dtype=torch.float32, device=x.device)
+    sums = x.new_empty(programs, count, width, dtype=torch.float32)
     _norm_backward[(programs,)](
         dy=dy,
         x=x,

@@ -187,9 +187,8 @@ class LossHead(nn.Linear):
             first part is the sum of cross-entropies. The second part is the sum of penalties, not
             multiplied by their weight. Without a penalty, the second part is missing.
         """
-        all_losses = torch.empty(
-            2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device
-        )
+        kinds = 2 if self.penalty else 1
+        all_losses = labels.new_empty(kinds, len(labels), dtype=torch.float32)
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             all_losses[:, rows] = losses(rows)
         # Sum in FP64, so that the order of the sum does not matter. This takes little time even for
@@ -440,7 +439,7 @@ class Penalty:
         Returns:
             Cross-entropies and penalties, FP32 [2, n].
         """
-        losses = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        losses = logits.new_empty(2, len(logits), dtype=torch.float32)
         rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
         for some_logits, some_labels, some_losses in zip(
             logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True

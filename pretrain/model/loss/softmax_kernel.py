@@ -31,6 +31,7 @@ from pretrain.model.fused.fp8_tile import (
     exponential,
     fp8_codes,
     load_rows,
+    program_tile,
     reciprocal,
     record_amax,
     scale_from_amax,
@@ -182,7 +183,7 @@ def softmax_loss(
         fp8: Format of the FP8 codes. Required if `statistics` are given.
     """
     n, vocabulary = logits.shape
-    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+    losses = logits.new_empty(n, dtype=torch.float32)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     # If the vocabulary were no multiple of the group, a group would be loaded by several threads.
     group = math.gcd(vocabulary, GROUP)
@@ -237,8 +238,7 @@ def _softmax_quantized_gradient(
     words_of_tile: tl.constexpr,
 ):
     """Write the codes of one tile of the gradient, by rows and transposed."""
-    token = tl.program_id(0) * tokens_of_tile + tl.arange(0, tokens_of_tile)
-    word = tl.program_id(1) * words_of_tile + tl.arange(0, words_of_tile)
+    token, word = program_tile(tokens_of_tile, words_of_tile)
     columns_scale = tensor_scale(scale, amax, None, scale_inv, fp8)
     label = tl.load(labels + token)[:, None]
     scores = load_rows(logits, token, word, vocabulary)
@@ -274,14 +274,11 @@ def quantized_softmax_gradient(
             zero before the call.
     """
     n, vocabulary = logits.shape
-    device = logits.device
     labels = labels.contiguous()
-    maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(
-        4, n, dtype=torch.float32, device=device
-    )
-    rows = torch.empty((n, vocabulary), dtype=torch.uint8, device=device)
-    columns = torch.empty((vocabulary, n), dtype=torch.uint8, device=device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=device)
+    maxima, reciprocals, rows_scale, rows_scale_inv = logits.new_empty(4, n, dtype=torch.float32)
+    rows = logits.new_empty(n, vocabulary, dtype=torch.uint8)
+    columns = logits.new_empty(vocabulary, n, dtype=torch.uint8)
+    scale_inv = logits.new_empty(1, dtype=torch.float32)
     # Tiles must be completely inside of the gradient. FP8 products require sizes that are multiples
     # of 16, and usual sizes are multiples of 64.
     tile_tokens = math.gcd(n, FP8_TILE[0])
