@@ -18,11 +18,13 @@ arguments of the model's forward to the function:
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
 
-At the end of the file are functions that call the kernels of FlashAttention-4, of cuDNN and of
-Triton without autograd, and operators of torch that add autograd to them. In all of them,
-queries q and the output are [T, H, D], and keys k and values v are [T, KV, D], for T tokens, H
-query heads, KV key heads and D values in a head. Attention is causal in each document, and `scale`
-is the factor of q k^T.
+Some functions call the kernels of FlashAttention-4, of cuDNN and of Triton without autograd, and
+operators of torch add autograd to them. In all of them, queries q and the output are [T, H, D], and
+keys k and values v are [T, KV, D], for T tokens, H query heads, KV key heads and D values in a
+head. Attention is causal in each document, and `scale` is the factor of q k^T.
+
+`BACKENDS`, at the end of the file, has the conditions of each backend. `choose` returns the first
+backend that can run.
 """
 
 from __future__ import annotations
