@@ -121,7 +121,7 @@ def attach_sums(
     """Create a cleared main gradient, the attribute `main_grad`, for each parameter in `trained`.
 
     Args:
-        trained: The parameters, without repetition.
+        trained: The parameters, without repetition. The parameters of a stack are in order.
         dtype: FP32 or BF16.
         stacks: As in `attach_main_gradients`.
         memory: Storage of the main gradients. It is 1-D, has the dtype `dtype`, and
@@ -131,12 +131,14 @@ def attach_sums(
     Returns:
         A view of `memory` with only the values that the main gradients use.
     """
-    stacked = {id(parameter) for stack in stacks for parameter in stack}
-    single = [[parameter] for parameter in trained if id(parameter) not in stacked]
-    all_stacks = [*stacks, *single]
-    indices = {id(parameter): index for index, parameter in enumerate(trained)}
+    stack_from = {id(stack[0]): stack for stack in stacks}
+    later = {id(parameter) for stack in stacks for parameter in stack[1:]}
     # Put the last parameters first, because backward starts with them.
-    all_stacks.sort(key=lambda stack: min(indices[id(p)] for p in stack), reverse=True)
+    all_stacks = [
+        stack_from.get(id(parameter), [parameter])
+        for parameter in reversed(trained)
+        if id(parameter) not in later
+    ]
     sizes = [_aligned(sum(map(torch.numel, stack))) for stack in all_stacks]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)

@@ -95,7 +95,7 @@ def gradients(run: SmallRun) -> list[Tensor]:
 def gathered_bytes(run: SmallRun) -> int:
     """Return the bytes of memory of the gathered parameters."""
     params = [param for group in run.packed.sharding._groups for param in group.fsdp.fsdp_params]
-    return sum(param._unsharded_param.untyped_storage().nbytes() for param in params)
+    return sum(param.unsharded_param.untyped_storage().nbytes() for param in params)
 
 
 def train(accelerator: Accelerator, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:

@@ -362,16 +362,9 @@ def _launch_backward(
         sums = hidden.new_empty(programs, features, dtype=torch.float32)
     arguments = {f"activated_{name}": value for name, value in activated.arguments.items()}
     del arguments["activated_amax"]
-    _launch(
-        *(_activation_backward, tile, hidden, kind),
-        d_activated=d_activated,
-        sums=sums,
-        T=tokens,
-        tiles=tile.tiles,
-        stages=tile.stages,
-        **d_hidden.arguments,
-        **arguments,
-    )
+    arguments |= {"d_activated": d_activated, "sums": sums, "T": tokens, **d_hidden.arguments}
+    arguments |= {"tiles": tile.tiles, "stages": tile.stages}
+    _launch(_activation_backward, tile, hidden, kind, **arguments)
     return None if sums is None else sums.sum(0)
 
 

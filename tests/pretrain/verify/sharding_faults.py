@@ -224,7 +224,7 @@ def not_gathered_again(run: SmallRun, patch: Patch) -> None:
     def stale(*arguments: Any, **options: Any) -> Any:
         unshard(*arguments, **options)
         group.fsdp.wait_for_unshard()
-        weight = group.fsdp.fsdp_params[0]._unsharded_param.data
+        weight = group.fsdp.fsdp_params[0].unsharded_param.data
         if not stored:
             stored.append(weight.clone())
         weight.copy_(stored[0])
