@@ -129,13 +129,12 @@ def old_keys(config: PretrainedConfig) -> dict[str, Any]:
     # Published files have null if the embedding is not scaled.
     rope_keys["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     without_rope = {key: value for key, value in values.items() if key not in rope_keys}
-    # The class either removes a key that it reads, or derives `rope_parameters` from the key.
-    old_rope = {
-        key: value
-        for key, value in rope_keys.items()
-        if key not in config_values(kind, without_rope | {key: value})
-        or has_reaction(kind, without_key("rope_parameters", without_rope), key)
-    }
+    old_rope = {}
+    for key, value in rope_keys.items():
+        # The class either removes a key that it reads, or derives `rope_parameters` from the key.
+        is_removed = key not in config_values(kind, without_rope | {key: value})
+        if is_removed or has_reaction(kind, without_key("rope_parameters", without_rope), key):
+            old_rope[key] = value
     # A class whose layers have different parameters may apply an old key to all of them.
     if not is_same(kind, without_rope, without_rope | old_rope):
         return old
