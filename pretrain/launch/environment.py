@@ -123,15 +123,15 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     """
     requested, inherited = take_requested_precision(environ)
     chosen = [PRECISIONS[name] for _, name in phases_of(recipe.precision)] or [requested]
-    quantized = {precision.name: precision for precision in chosen if precision.quantized}
-    _check_options(recipe.fp8_config, list(quantized.values()) or chosen[:1], "precision")
-    if list(quantized) != [requested.name]:
+    quantized = [precision for precision in dict.fromkeys(chosen) if precision.quantized]
+    _check_options(recipe.fp8_config, quantized or chosen[:1], "precision")
+    if quantized != [requested]:
         inherited = inherited.without_options()
     elif recipe.fp8_config.fp8_format is None:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
     if len(quantized) < 2:
-        settings = settings.resolved(next(iter(quantized), chosen[0].name))
+        settings = settings.resolved((quantized or chosen)[0].name)
     return recipe.model_copy(
         update={"precision": recipe.precision or requested.name, "fp8_config": settings}
     )
@@ -146,7 +146,7 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
     """
     filled_in = _ACCELERATE_DEFAULTS["fp8_format"]
     default = precision.options.get("fp8_format")
-    if inherited.fp8_format == filled_in != default:
+    if inherited.fp8_format == filled_in and default != filled_in:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` may be Accelerate's default for a "
             f"missing key; to use {default}, the default of `{precision.name}`, set `fp8_format: "
@@ -226,31 +226,13 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     for key, default in _UNSUPPORTED.items():
         value = values.pop(key, default)
         if value != default:
-            keeping = ""
-            if key == "override_linear_precision":
-                keeping = " (to keep layers in BF16, set `keep_bf16_layers`)"
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` is not supported; remove this key{keeping}"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` is not supported; remove this key "
+                "(`keep_bf16_layers` and `keep_bf16` keep layers in BF16)"
             )
-    for switch, switched_on in ACCELERATE_SWITCHES.items():
-        if str(values.pop(switch, False)).lower() not in _TRUE:
-            continue
-        if values.setdefault("recipe", switched_on) != switched_on:
-            raise InputError(
-                f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
-                "contradict each other; remove one of them"
-            )
-        # Accelerate inserts this format if the file has none, so ignore it.
-        if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
-            del values["fp8_format"]
-            if os.environ.get("RANK", "0") == "0":
-                _log.warning(
-                    "%s: `fp8_config.%s` computes in `fp8_format: %s`; to use another format, set "
-                    "`fp8_config.fp8_format=FORMAT` on the command line",
-                    _ORIGIN,
-                    switch,
-                    PRECISIONS[switched_on].options["fp8_format"],
-                )
+    for switch, precision_name in ACCELERATE_SWITCHES.items():
+        if str(values.pop(switch, False)).lower() in _TRUE:
+            _apply_switch(values, switch, precision_name)
     config = parse(_PrecisionSection, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
@@ -258,16 +240,33 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
             f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is not a quantized precision; set "
             "`mixed_precision: bf16` for BF16, or `mixed_precision: 'no'` for FP32"
         )
-    ignored = {
-        key
-        for key, default in _ACCELERATE_DEFAULTS.items()
-        if values.get(key) == default and key not in precision.options
-    }
-    settings = LowPrecisionSettings.model_validate(
-        config.model_dump(exclude_unset=True, exclude={"recipe", *ignored})
-    )
+    for key, default in _ACCELERATE_DEFAULTS.items():
+        if key not in precision.options and values.get(key) == default:
+            del values[key]
+    values.pop("recipe", None)
+    settings = LowPrecisionSettings.model_validate(values)
     _check_options(settings, [precision], "recipe", f"{_ORIGIN}: ")
     return precision, settings
+
+
+def _apply_switch(values: dict[str, Any], switch: str, precision_name: str) -> None:
+    """Set `recipe` in an `fp8_config` whose key `switch` selects the precision `precision_name`."""
+    if values.setdefault("recipe", precision_name) != precision_name:
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
+            "contradict each other; remove one of them"
+        )
+    # Accelerate inserts this format if the file has none, so ignore it.
+    if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
+        del values["fp8_format"]
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning(
+                "%s: `fp8_config.%s` computes in `fp8_format: %s`; to use another format, set "
+                "`fp8_config.fp8_format=FORMAT` on the command line",
+                _ORIGIN,
+                switch,
+                PRECISIONS[precision_name].options["fp8_format"],
+            )
 
 
 def _normalize(variables: dict[str, str]) -> dict[str, Any]:
@@ -301,58 +300,41 @@ def _parse_value(text: str) -> Any:
 
 # Environment variables that torchrun sets for a process group, and variables that MPI and SLURM set
 # for a process, from which Accelerate would also create a process group.
-_GROUP = (
+_GROUP = [
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    *(
-        f"{prefix}_COMM_WORLD_{name}"
-        for prefix in ("OMPI", "MV2")
-        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    ),
-)
+]
+for _mpi in ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"):
+    _GROUP += [_mpi + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 # Prefix of the environment variables for the keys of `parallelism_config`.
 _PARALLELISM = "PARALLELISM_CONFIG_"
 # Settings that are ignored, because a setting of the recipe replaces them or because they are not
-# supported. Map the environment variable of each setting to the value to which the variable is
-# reset, and to the text of the notice.
-_RESET = {
-    "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config` (use `model.compile` in the recipe)"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "1",
-        "`gradient_accumulation_steps` (it follows from `batch.tokens` and `batch.microbatch`)",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
-        "false",
-        "`fsdp_activation_checkpointing` (use `model.gradient_checkpointing` in the recipe)",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
-        "false",
-        "`fsdp_activation_checkpointing_offload` (activations always stay on the device)",
-    ),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": (
-        "false",
-        "`fsdp_cpu_ram_efficient_loading` (it would untie the head from the embedding)",
-    ),
-    "FSDP_AUTO_WRAP_POLICY": (
-        "TRANSFORMER_BASED_WRAP",
-        "`fsdp_auto_wrap_policy` (each decoder layer is always a shard group)",
-    ),
-    "FSDP_STATE_DICT_TYPE": (
-        "SHARDED_STATE_DICT",
-        "`fsdp_state_dict_type` (each process always saves its shards)",
-    ),
-    "FSDP_SHARDING_STRATEGY": (
-        "FULL_SHARD",
-        "`fsdp_sharding_strategy` (use `fsdp_reshard_after_forward` and `parallelism_config`)",
-    ),
-    "FSDP_BACKWARD_PREFETCH": (
-        "NO_PREFETCH",
-        "`fsdp_backward_prefetch` (FSDP2 always chooses the prefetching)",
-    ),
-    "FSDP_FORWARD_PREFETCH": (
-        "false",
-        "`fsdp_forward_prefetch` (FSDP2 always chooses the prefetching)",
-    ),
+# supported. Map the environment variable of each setting to the text of the notice.
+_IGNORED = {
+    "ACCELERATE_DYNAMO_BACKEND": "`dynamo_config` (use `model.compile` in the recipe)",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "`gradient_accumulation_steps` (it follows from "
+    "`batch.tokens` and `batch.microbatch`)",
+    "FSDP_ACTIVATION_CHECKPOINTING": "`fsdp_activation_checkpointing` (use "
+    "`model.gradient_checkpointing` in the recipe)",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "`fsdp_activation_checkpointing_offload` (activations "
+    "always stay on the device)",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "`fsdp_cpu_ram_efficient_loading` (it would untie the head "
+    "from the embedding)",
+    "FSDP_AUTO_WRAP_POLICY": "`fsdp_auto_wrap_policy` (each decoder layer is always a shard group)",
+    "FSDP_STATE_DICT_TYPE": "`fsdp_state_dict_type` (each process always saves its shards)",
+    "FSDP_SHARDING_STRATEGY": "`fsdp_sharding_strategy` (use `fsdp_reshard_after_forward` and "
+    "`parallelism_config`)",
+    "FSDP_BACKWARD_PREFETCH": "`fsdp_backward_prefetch` (FSDP2 always chooses the prefetching)",
+    "FSDP_FORWARD_PREFETCH": "`fsdp_forward_prefetch` (FSDP2 always chooses the prefetching)",
+}
+# Values to which these variables are reset. The others are reset to "false".
+_NEUTRAL = {
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_BACKWARD_PREFETCH": "NO_PREFETCH",
 }
 
 
@@ -369,36 +351,32 @@ def with_topology(
           distributes the parameters over all processes, or if the parameters are not sharded.
         * Texts about the corrections, to be printed.
     """
-    for variable, kind in (
-        ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
-        ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"),
-    ):
-        if is_true(environ, variable):
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        if is_true(environ, f"ACCELERATE_USE_{kind}"):
             raise InputError(
                 f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "
                 "FSDP"
             )
-    notices: list[str] = []
-    processes = _correct_processes(environ, has_gpu, notices)
     for axis in ("TP", "CP", "SP"):
         if environ.get(f"{_PARALLELISM}{axis}_SIZE", "1") != "1":
             raise InputError(
                 f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
                 "sequence parallelism are not supported; remove the key"
             )
+    processes = _check_processes(environ)
+    notices = _correct_device(environ, processes, has_gpu)
     ignored = []
-    for variable, (neutral, text) in _RESET.items():
+    for variable, text in _IGNORED.items():
+        neutral = _NEUTRAL.get(variable, "false")
         if environ.get(variable, neutral).lower() != neutral.lower():
             environ[variable] = neutral
             ignored.append(text)
     replicas = 1
     if is_true(environ, "ACCELERATE_USE_FSDP"):
-        replicas = _correct_fsdp(
-            environ,
-            processes,
-            ignored,
-            on_cpus=not has_gpu or is_true(environ, "ACCELERATE_USE_CPU"),
-        )
+        on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
+        replicas = _check_mesh(environ, processes)
+        ignored += _correct_fsdp(environ, is_sharded=replicas < processes, on_cpus=on_cpus)
+        replicas = replicas if replicas < processes else 1
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
@@ -414,18 +392,11 @@ def with_topology(
     return replicas, tuple(f"{_ORIGIN}: {text}" for text in notices)
 
 
-def _correct_fsdp(
-    environ: MutableMapping[str, str], processes: int, ignored: list[str], *, on_cpus: bool
-) -> int:
-    """Correct the environment variables for FSDP, and return the number of replicas.
+def _check_mesh(environ: Mapping[str, str], processes: int) -> int:
+    """Return the number of replicas of the model under FSDP2.
 
-    Raises InputError if a setting is not supported.
-
-    Args:
-        environ: The environment variables, which are modified.
-        processes: Number of processes that train together.
-        ignored: List that receives the texts about ignored settings.
-        on_cpus: True if the processes train on CPUs.
+    It equals the number of processes if each process stores the whole model. Raises InputError if a
+    setting is not supported. `processes` is the number of processes that train together.
     """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
@@ -437,7 +408,7 @@ def _correct_fsdp(
     shards = int(environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1"))
     # Without a `parallelism_config` there is one replica, sharded over all processes.
     if replicas == shards == 1:
-        shards = processes
+        return 1
     if replicas * shards != processes:
         raise InputError(
             f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
@@ -445,8 +416,21 @@ def _correct_fsdp(
             "of replicas) and --parallelism_config_dp_shard_size (number of shards) to two numbers "
             f"whose product is {processes}"
         )
-    if shards == 1:
-        replicas = 1
+    return replicas
+
+
+def _correct_fsdp(
+    environ: MutableMapping[str, str], *, is_sharded: bool, on_cpus: bool
+) -> list[str]:
+    """Correct the environment variables for FSDP, and return texts about ignored settings.
+
+    Args:
+        environ: The environment variables, which are modified.
+        is_sharded: False if each process stores the whole model.
+        on_cpus: True if the processes train on CPUs.
+    """
+    ignored = []
+    if not is_sharded:
         environ["ACCELERATE_USE_FSDP"] = "false"
         ignored.append("FSDP (each process stores the whole model)")
     if environ.pop("FSDP_IGNORED_MODULES", None):
@@ -454,18 +438,13 @@ def _correct_fsdp(
     if on_cpus and is_true(environ, "FSDP_OFFLOAD_PARAMS"):
         environ["FSDP_OFFLOAD_PARAMS"] = "false"
         ignored.append("`fsdp_offload_params` (the parameters are on the CPU anyway)")
-    return replicas
+    return ignored
 
 
-def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Correct the environment variables for the processes, and return the number of processes.
+def _check_processes(environ: MutableMapping[str, str]) -> int:
+    """Return the number of processes. Remove the variables for a process group of one process.
 
     Raises InputError if Accelerate has started fewer processes than the configuration sets.
-
-    Args:
-        environ: The environment variables, which are modified.
-        has_gpu: True if this process can use a GPU.
-        notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # If the configuration sets several processes, Accelerate sets MASTER_ADDR, even if it starts
@@ -479,19 +458,27 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
             "also works on CPUs; to train with one process, set `num_processes: 1` and unset the "
             "environment variable MASTER_ADDR"
         )
-    # Remove the variables for a process group if there is only one process. Processes that only
-    # mpirun or srun has started are not counted: nobody has asked for a process group.
+    # Processes that only mpirun or srun has started are not counted: nobody has asked for a process
+    # group.
     if processes == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)
-    # If no GPU is visible to this process and all processes are on one machine, no process can use
-    # a GPU, so train on the CPU. With several machines, the GPUs of only one machine may be
-    # invisible. This machine must not train on its CPU while the other machines use GPUs.
-    on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if processes > 1 and on_one_machine and not (has_gpu or is_true(environ, "ACCELERATE_USE_CPU")):
-        environ["ACCELERATE_USE_CPU"] = "true"
-        notices.append(f"no GPU is visible, so {processes} processes train on the CPU")
     return processes
+
+
+def _correct_device(environ: MutableMapping[str, str], processes: int, has_gpu: bool) -> list[str]:
+    """Let several processes train on the CPU if no GPU is visible, and return a notice about it.
+
+    If no GPU is visible to this process and all processes are on one machine, no process can use a
+    GPU. With several machines, the GPUs of only one machine may be invisible. This machine must not
+    train on its CPU while the other machines use GPUs.
+    """
+    on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    is_chosen = has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
+    if processes == 1 or is_chosen or not on_one_machine:
+        return []
+    environ["ACCELERATE_USE_CPU"] = "true"
+    return [f"no GPU is visible, so {processes} processes train on the CPU"]
 
 
 def is_true(environ: Mapping[str, str], variable: str) -> bool:

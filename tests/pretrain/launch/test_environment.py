@@ -146,7 +146,7 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
             r"`fp8_config.recipe: bf16` is not a quantized precision; set `mixed_precision: bf16`",
         ),
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
-        ({"interval": 4}, r"`fp8_config.interval: 4` is not supported; remove this key$"),
+        ({"interval": 4}, r"`fp8_config.interval: 4` is not supported; remove this key"),
         (
             {"override_linear_precision": [False, True, False]},
             r"override_linear_precision.* is not supported; .*keep_bf16_layers",
