@@ -93,21 +93,18 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
     The first `names` columns are aligned to the left, the other columns to the right.
     """
-    header, *rows = (list(map(cell, row)) for row in (header, *rows))
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [
-            value.ljust(width) if i < names else value.rjust(width)
-            for i, (value, width) in enumerate(zip(values, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join(
-        "-" * (width + 2) if i < names else "-" * (width + 1) + ":"
-        for i, width in enumerate(widths)
-    )
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+    table = [[cell(text) for text in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        for column in range(names):
+            padded[column] = row[column].ljust(widths[column])
+        lines.append(f"| {' | '.join(padded)} |")
+    rules = ["-" * (width + 2) for width in widths[:names]]
+    rules += ["-" * (width + 1) + ":" for width in widths[names:]]
+    lines.insert(1, f"|{'|'.join(rules)}|")
+    return "\n".join(lines)
 
 
 def with_bar(value: float | None, bar: float | None, form: str) -> str:

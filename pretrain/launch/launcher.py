@@ -72,12 +72,11 @@ def main(options: argparse.Namespace) -> int:
     # Flush, so that the command comes before the output of the processes in a log file.
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch.arguments])}", flush=True)
     content = load_yaml(configuration)
-    if content.get("num_machines") not in (None, 0, 1):
-        print(
-            f"machine {content.get('machine_rank')} waits for all {content['num_machines']} "
-            f"machines at {content.get('main_process_ip')}:{content.get('main_process_port')}",
-            flush=True,
-        )
+    machines = content.get("num_machines")
+    if machines not in (None, 0, 1):
+        address = f"{content.get('main_process_ip')}:{content.get('main_process_port')}"
+        machine = content.get("machine_rank")
+        print(f"machine {machine} waits for all {machines} machines at {address}", flush=True)
     return run(launch)
 
 

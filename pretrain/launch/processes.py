@@ -14,18 +14,18 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Event, Thread
 from typing import BinaryIO
+
+import psutil
 
 from foundation.command import run_command
 from foundation.errors import InputError, one_line
@@ -159,9 +159,10 @@ def _start(
 
 def _kill_server() -> None:
     """Kill the server, which may be suspended. Its trainings continue."""
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server:
-        os.kill(server, signal.SIGKILL)
+    for child in psutil.Process().children():
+        # multiprocessing starts the server by a command with this module's name.
+        if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+            child.kill()
 
 
 def _train(launch: Launch, environment: dict[str, str], log: Path, command: Connection) -> None:

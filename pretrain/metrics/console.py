@@ -88,20 +88,23 @@ class Console:
 
         `record` contains the metrics of the evaluation. `seconds` is its duration.
         """
-        prefix = "held_out_loss/"
-        sources = [
-            f"{key.removeprefix(prefix)} {record[key]:.4f}"
-            for key in record
-            if key.startswith(prefix)
+        by_source = [
+            f"{key.removeprefix('held_out_loss/')} {loss:.4f}"
+            for key, loss in record.items()
+            if key.startswith("held_out_loss/")
         ]
-        by_source = f" ({', '.join(sources)})" if sources else ""
-        has_penalty = "held_out_penalty" in record
-        penalty = f"   penalty {record['held_out_penalty']:.4f}" if has_penalty else ""
-        self.notice(
-            f"eval {self._position(record['step'])}   "
-            f"held-out loss {record['held_out_loss']:.4f}{by_source}   "
-            f"perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}"
-        )
+        losses = f"held-out loss {record['held_out_loss']:.4f}"
+        if by_source:
+            losses += f" ({', '.join(by_source)})"
+        figures = [
+            f"eval {self._position(record['step'])}",
+            losses,
+            f"perplexity {record['held_out_perplexity']:.4g}",
+        ]
+        if "held_out_penalty" in record:
+            figures.append(f"penalty {record['held_out_penalty']:.4f}")
+        figures.append(f"in {duration(seconds)}")
+        self.notice(SEPARATOR.join(figures))
 
     def sample(self, prompt: str, text: str) -> None:
         """Print a prompt and the text that the model generated after it.
@@ -210,7 +213,8 @@ def _escape_controls(text: str) -> str:
     Line feeds are kept. Other control characters in a generated text could move the cursor or ring
     the bell of the terminal.
     """
-    return "".join(
-        char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}"
-        for char in text.replace("\t", "    ")
-    )
+    escaped = []
+    for char in text.replace("\t", "    "):
+        is_safe = char == "\n" or char.isprintable()
+        escaped.append(char if is_safe else f"\\x{ord(char):02x}")
+    return "".join(escaped)

@@ -11,6 +11,7 @@ derives both formulas, and lists the formulas of other projects.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from foundation.errors import InputError
 
 # FLOPs per weight and token: 2 in forward, 2 for the input gradient, 2 for the weight gradient.
 FLOPS_PER_WEIGHT = 6
+# Names of the width of the feed-forward layer in the configurations of architectures.
+_FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,7 @@ class Shape:
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": first_of("head_dim", default=hidden // heads if heads else 0),
-            "feed_forward": first_of(
-                "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden
-            ),
+            "feed_forward": first_of(*_FEED_FORWARD, default=4 * hidden),
             "vocabulary": first_of("vocab_size"),
         }
         missing = [name for name, size in sizes.items() if type(size) is not int or not size]
@@ -140,18 +141,18 @@ class ModelFlops:
         }
         token_weight = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
+        head_weight = head.weight if head is not None else None
         linears = {
             name: module.weight
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and module is not head
         }
-        in_linears = sum(map(torch.numel, linears.values()))
-        in_attention = sum(
-            weight.numel()
+        in_attention = {
+            name: weight
             for name, weight in linears.items()
             if "attn" in name or "attention" in name
-        )
-        counted = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
+        }
+        counted = {*embeddings, *map(id, linears.values()), id(head_weight)}
         remaining = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -165,20 +166,20 @@ class ModelFlops:
         # The biases of the experts have two dimensions, and no matrix product uses them.
         products = [parameter for parameter in experts.values() if parameter.ndim == 3]
         active = sum(choices * product[0].numel() for product in products)
+        attention_weights = _size(in_attention.values())
+        embedding_parameters = sum(embeddings.values())
         return cls(
             shape=Shape.of(model),
-            attention_weights=in_attention,
-            mlp_weights=in_linears - in_attention + sum(map(torch.numel, routers.values())),
-            head_weights=head.weight.numel() if head is not None else 0,
+            attention_weights=attention_weights,
+            mlp_weights=_size(linears.values()) - attention_weights + _size(routers.values()),
+            head_weights=head_weight.numel() if head_weight is not None else 0,
             uncounted=tuple(name for name in remaining if name not in experts | routers),
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            embedding_parameters=sum(embeddings.values()),
-            position_parameters=sum(
-                size for key, size in embeddings.items() if key != id(token_weight)
-            ),
-            tied=head is not None and head.weight is token_weight,
+            parameters=_size(model.parameters()),
+            embedding_parameters=embedding_parameters,
+            position_parameters=embedding_parameters - token_weight.numel(),
+            tied=head_weight is token_weight,
             expert_weights=active,
-            idle_weights=sum(map(torch.numel, products)) - active,
+            idle_weights=_size(products) - active,
             choices=choices if products else 0,
         )
 
@@ -217,6 +218,11 @@ class ModelFlops:
             sum_squared_lengths: Sum of the squared lengths of the documents in the step.
         """
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the number of values in all tensors."""
+    return sum(map(torch.numel, tensors))
 
 
 def _split_experts(

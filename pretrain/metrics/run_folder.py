@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -28,22 +29,10 @@ STATISTICS_FILE = "fp8_statistics.jsonl"
 # Identifier of the run in trackers, so that they continue the run after a resume.
 # `pretrain.metrics.trackers` writes this file.
 TRACKERS_FILE = "trackers.json"
-# Files that `replace_file` writes, in the folder of a run, of a matrix or of `which`.
-_REPLACED = {
-    MATRIX_FILE,
-    CONFIG_FILE,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    STATISTICS_FILE,
-    TRACKERS_FILE,
-    "environment.json",
-    "audit.json",
-    "profile.md",
-    "which.json",
-    "verdict.json",
-}
 # Files that may exist before a run has written its config.yaml.
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}
+# Name of a file that `replace_file` has not renamed: the final name with the number of the process.
+_LEFTOVER = re.compile(rf"\.\w+\.\w+\.\d+{PARTIAL}")
 # Keys that the config.yaml of every run has.
 _CONFIG_KEYS = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}
 # Packages whose versions are recorded in environment.json.
@@ -125,9 +114,8 @@ class RunFolder(ExitStack):
             self.callback(self._remove_if_empty)
         # Delete partial files of a killed run. No other process writes to the folder, because this
         # process holds the lock.
-        for leftover in path.glob(f".*.*{PARTIAL}"):
-            name, _, process = leftover.stem.removeprefix(".").rpartition(".")
-            if name in _REPLACED and process.isdigit():
+        for leftover in path.iterdir():
+            if _LEFTOVER.fullmatch(leftover.name):
                 leftover.unlink()
 
     def claim(self) -> None:
@@ -202,15 +190,19 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     # Imported here, because reports import this file and need no torch.
     import torch
 
+    versions = {package: version_of(package) for package in PACKAGES}
+    system = f"{platform.system()} {platform.machine()}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    environ = os.environ
+    allocator = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return {
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": system,
         "cpu_cores": os.cpu_count(),
-        "packages": {package: version for package in PACKAGES if (version := version_of(package))},
+        "packages": {package: version for package, version in versions.items() if version},
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF")
-        or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "gpus": gpus,
+        "allocator": allocator,
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }

@@ -206,7 +206,8 @@ def is_suspended():
 launch = Launch(Path("a.yaml"), ("end",))
 training = processes.start_training(launch, os.environ, Path("a.log"), is_suspended)
 assert training.has_ended() and not is_suspended()
-print(processes.forkserver._forkserver._forkserver_pid)
+from multiprocessing import forkserver
+print(forkserver._forkserver._forkserver_pid)
 """,
         SUSPENDED="1",
     )
