@@ -230,7 +230,8 @@ class TorchUpdate:
             for wrong in dtypes - {WEIGHT_DTYPES[mode]}:
                 self._wrong.add(f"{kind} are {wrong}, not {WEIGHT_DTYPES[mode]}")
         self._before = self._values()
-        self._expected = self._updated_by_torch(self._sampled("gradients") * update.clipping)
+        gradient = self._sampled("gradients").float() * update.clipping
+        self._expected = self._updated_by_torch(gradient)
 
     def _add(self, update: Update, group: Mapping[str, Any], parameter: nn.Parameter) -> None:
         """Add a parameter of `group`, and check its settings, unless it has no gradient."""
@@ -269,12 +270,11 @@ class TorchUpdate:
     def _sampled(self, kind: str) -> Tensor:
         """Return a row of sampled values for each tensor of a kind, [parameters, values].
 
-        Short rows are padded with zeros. Values are FP32, except for remainders.
+        Short rows are padded with zeros.
         """
         rows = [some_values(tensor, self._done) for tensor in self._tensors[kind]]
         # The state may be in host memory (`optimizer.offload`).
-        values = pad_sequence(rows, batch_first=True).to(self._device)
-        return values.float() if values.is_floating_point() else values
+        return pad_sequence(rows, batch_first=True).to(self._device)
 
     def _values(self) -> dict[str, Tensor]:
         """Map "weights" and each moment to its sampled values, FP32 [parameters, values].
@@ -283,9 +283,8 @@ class TorchUpdate:
         """
         values = {kind: self._sampled(kind) for kind in ("weights", *self.moments)}
         if "remainder" in self._tensors:
-            weights = values["weights"].bfloat16()
-            values["weights"] = master_of(weights, self._sampled("remainder"))
-        return values
+            values["weights"] = master_of(values["weights"], self._sampled("remainder"))
+        return {kind: tensor.float() for kind, tensor in values.items()}
 
     def _updated_by_torch(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the values that torch's optimizer computes from the values before the update.
