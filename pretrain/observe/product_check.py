@@ -218,8 +218,8 @@ class ProductCheck(Probe):
         """
         self._context = context
         self._precision = active.quantized_precision
-        # Map the name of each product to the arguments of `judge_product` for each of its results.
-        self._products: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        # Map the name of each product to the comparisons of its results.
+        self._products: dict[str, list[Compared]] = defaultdict(list)
         # One quantizer for each role is enough, because the products sum over the last axis of all
         # samples.
         self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
@@ -239,14 +239,8 @@ class ProductCheck(Probe):
         self._state = {name: tensor.clone() for name, tensor in self._context.state().items()}
 
     def compared(self) -> list[Compared]:
-        """Return the worst comparison of each product, the largest excess first.
-
-        Call this method after the microbatches, because the host waits for the device.
-        """
-        return worst_first(
-            worst_first(judge_product(name, *errors) for errors in results)[0]
-            for name, results in self._products.items()
-        )
+        """Return the worst comparison of each product, the largest excess first."""
+        return worst_first(worst_first(results)[0] for results in self._products.values())
 
     @torch.no_grad()
     def operand(
@@ -292,7 +286,7 @@ class ProductCheck(Probe):
     def result(
         self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass
     ) -> None:
-        """Compute the errors of a sample of a product's result, and of the plain result.
+        """Compare a sample of a product's result. Waits for the device.
 
         If `bias` is not None, `result` includes the bias.
         """
@@ -304,7 +298,8 @@ class ProductCheck(Probe):
                 if along in samples[number]:
                     operands[role] = samples[number][along]
             if len(operands) == 2:
-                self._products[f"{name} {gemm}"].append(self._errors(operands, part, bias))
+                product = f"{name} {gemm}"
+                self._products[product].append(self._compare(product, operands, part, bias))
 
     def _parts(
         self, name: str, rows: Tensor, ends: Tensor | None, *, is_weight: bool
@@ -325,11 +320,12 @@ class ProductCheck(Probe):
             parts = rows.tensor_split(ends[:-1].tolist())
         return [parts[expert] for expert in self._experts[name]]
 
-    def _errors(
-        self, operands: Mapping[Role, _Sample], result: Tensor, bias: Tensor | None
-    ) -> tuple[Any, ...]:
-        """Return the arguments of `judge_product` after the name.
+    def _compare(
+        self, name: str, operands: Mapping[Role, _Sample], result: Tensor, bias: Tensor | None
+    ) -> Compared:
+        """Compare a sample of a product's result with the exact and the plain result.
 
+        name: the name of the product.
         operands: the two samples by role, in the order of the product's factors.
         result: the result, for one expert if there are experts.
         bias: the bias that `result` includes, or None.
@@ -351,7 +347,7 @@ class ProductCheck(Probe):
                 rounded = (factors[0] @ factors[1].t() + added).to(result.dtype)
                 plain.append(rounded.float() - added - exact)
         error = result[left.rows][:, right.rows].float() - added - exact
-        return exact, error, plain, added
+        return judge_product(name, exact, error, plain, added)
 
     def _quantized(self, role: Role, sample: _Sample) -> Tensor:
         """Return the values of a sample after our plain quantizer has quantized them."""

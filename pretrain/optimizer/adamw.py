@@ -308,7 +308,7 @@ def _hyperparameters(group: Mapping[str, Any], step: int) -> Hyperparameters:
 
 
 def with_count(lost: Tensor, updates: Sequence[Update]) -> Tensor:
-    """Return `ExactAdamW.frozen_counts` of `updates`, of which the scalar `lost` are lost."""
+    """Return `ExactAdamW.frozen_counts`: the scalar `lost`, and the number of all updates."""
     count = sum(tensors.weight.numel() for tensors, _ in updates)
     return torch.stack([lost, torch.full_like(lost, count)])
 

@@ -299,8 +299,8 @@ def _random_batches(
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
     """Context manager that prepares the model for the comparison, and restores it afterwards.
 
-    Dropout is off, and equal values are made distinct. Yield the factor by which the input of the
-    LM head is multiplied (see `distinct_values`).
+    Dropout is off, and equal values are made distinct. Yield the factor of the LM head's input (see
+    `distinct_values`).
 
     The LM head computes the loss in chunks of tokens. The chunks are made smaller, so that the
     microbatch has several of them, as in training. A low precision may round their size up, but a
@@ -359,7 +359,7 @@ def _reference(
         step_tokens: Number of tokens with a label in the training step. Gradients are divided by
             this number.
         tokens: Number of compared tokens over all ranks.
-        head_factor: Factor by which the input of the LM head is multiplied.
+        head_factor: Factor of the input of the LM head.
     """
     plain = reference_model(model.hf, accelerator.device)
     for layer in decoder_layers(plain).values():
@@ -553,7 +553,7 @@ def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[s
     Args:
         compared: Comparisons, the worst one first.
         subject: Name of the compared values, in the plural.
-        meaning: Clause that says what a mismatch means.
+        meaning: Clause with the meaning of a mismatch.
     """
     wrong = [entry for entry in compared if entry.excess > 1]
     if not wrong:
@@ -573,7 +573,7 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
     not detect that two norms are swapped. When the caller's `with` statement ends, all values are
     restored bit for bit.
 
-    Yield the factor by which the inputs of the LM head must be multiplied. The factor gives the
+    Yield a factor for the inputs of the LM head. The factor gives the
     logits of a new model a standard deviation of LOGITS. Without the factor, the logits of a new
     model would be nearly equal, and an error in the gradient of softmax or penalty would be too
     small to detect. The factor is 1.0 if no parameter was changed.

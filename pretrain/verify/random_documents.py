@@ -37,7 +37,7 @@ def draw_documents(
 ) -> tuple[Microbatch, Documents]:
     """Draw random packs of four documents. The first tokens of each document have labels.
 
-    The result and the arguments are those of `_draw`.
+    `_draw` describes the arguments.
     """
     batch, spans = _draw(shapes, vocabulary, generator, SEVENTHS)
     length = int(spans.diff().max())
@@ -51,8 +51,8 @@ def draw_long_document(
 ) -> tuple[Microbatch, Documents]:
     """Draw random packs of one document. Only the last document has labels.
 
-    At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. The result
-    and the other arguments are those of `_draw`.
+    At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. `_draw`
+    describes the other arguments.
     """
     batch, spans = _draw(shapes, vocabulary, generator, (0, 7))
     tokens = min(shapes.max_seqlen, longest)
