@@ -225,14 +225,16 @@ def _prepare_launch(
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
     numbers = {
         "decay": hyper.decay,
-        "one_minus_beta1": 1 - hyper.beta1,
         "beta2": hyper.beta2,
-        "one_minus_beta2": 1 - hyper.beta2,
         "bias_correction2_sqrt": hyper.bias_correction2_sqrt,
         "eps": hyper.eps,
-        "negative_step_size": -hyper.step_size,
         "learning_rate": hyper.learning_rate,
         "weight_decay": hyper.weight_decay,
+    }
+    numbers |= {
+        "one_minus_beta1": 1 - hyper.beta1,
+        "one_minus_beta2": 1 - hyper.beta2,
+        "negative_step_size": -hyper.step_size,
     }
     # The numbers are converted to float, because Triton would compile separate kernels for the
     # integers 0 and 1.

@@ -65,8 +65,9 @@ def compare_codes(check: ProductCheck, active: ActivePrecision) -> list[Compared
     for (role, _), (name, sample) in operands.items():
         for along in get_args(Along):
             share = differing_share(active, role, along, sample.values[:, :COLUMNS], sample.scale)
-            is_summed_before = is_transformed(active.settings, role, along)
-            tolerated = TOLERATED_SHARE_OF_TRANSFORMED if is_summed_before else TOLERATED_SHARE
+            tolerated = TOLERATED_SHARE
+            if is_transformed(active.settings, role, along):
+                tolerated = TOLERATED_SHARE_OF_TRANSFORMED
             compared.append(Compared.of(f"{name} {role} along {along}", share, share / tolerated))
     return worst_first(compared)
 
@@ -89,7 +90,7 @@ def differing_share(
         return math.nan
     precision = active.quantized_precision
     torch.manual_seed(0)
-    codes = precision.quantizer(role, along)(x, scale, None).dequantize().cpu()
+    codes = precision.quantizer(role, along)(x, scale, None).dequantize().float().cpu()
     summed_last = x if along == "features" else x.t()
     uniform = None
     # The options `disable_...` are None, and not False, in precisions that do not have the option.
