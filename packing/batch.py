@@ -279,7 +279,7 @@ class Batching:
 
         def build(number: int) -> Microbatch:
             first = (number * self.world_size + self.rank) * self.microbatch
-            return self.build(packs, range(min(first, count), min(first + self.microbatch, count)))
+            return self.build(packs, range(count)[first : first + self.microbatch])
 
         microbatches = -(-count // (self.world_size * self.microbatch))
         return Prefetch(build, range(microbatches), self.pin_memory)

@@ -120,14 +120,12 @@ class Order:
 
     def packs_at(self, places: range) -> np.ndarray:
         """Return the index of the pack at each of `places`, as an int64 array."""
-        ordered = np.array(places, np.int64)
-        before = self.mixture.packs_before(ordered)
-        after = self.mixture.packs_before(ordered + 1)
-        packs = np.empty_like(ordered)
-        for number in range(len(before)):
+        packs = np.empty(len(places), np.int64)
+        counts = self.mixture.packs_before(np.arange(places.start, places.stop + 1))
+        for number, before in enumerate(counts):
             # Indices in `places` of the places that belong to this source.
-            indices = np.flatnonzero(after[number] > before[number])
-            packs[indices] = self.packs_of_source(number, before[number][indices])
+            indices = np.flatnonzero(np.diff(before))
+            packs[indices] = self.packs_of_source(number, before[indices])
         return packs
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:

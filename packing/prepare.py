@@ -241,12 +241,10 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
 def summary(manifest: dict[str, Any]) -> str:
     """Return the statistics in a manifest as lines for the user, which every terminal can print."""
     values = dict(manifest["statistics"])
-    # Do not print nested dicts.
-    values.pop("source_identity", None)
-    values.pop("stream", None)
     if held_out := manifest["splits"].get("held_out"):
         values["held_out_tokens"] = held_out["tokens"]
-    values["tokenizer"] = (manifest["tokenizer"] or {}).get("name")
+    if tokenizer := manifest["tokenizer"]:
+        values["tokenizer"] = tokenizer["name"]
     if control_tokens := values.get("control_tokens"):
         values["control_tokens"] = (
             f"{control_tokens:,} inside texts, which end documents or turns there; "
@@ -257,6 +255,7 @@ def summary(manifest: dict[str, Any]) -> str:
     lines = []
     for name, value in values.items():
         text = f"{value:,}" if isinstance(value, int) else value
-        if value:
+        # The nested dicts are not for the user.
+        if value and not isinstance(value, dict):
             lines.append(f"  {name.replace('_', ' '):<20} {text}")
     return "\n".join(lines).encode(errors="backslashreplace").decode()
