@@ -388,18 +388,31 @@ def test_without_locks_a_second_preparation_ends_the_first(
     assert sorted(texts_in(settings)) == sorted(documents)
 
 
+@pytest.mark.parametrize("streaming", [False, StreamingSettings(window=20_000)])
 def test_tokens_are_kept_if_memory_runs_out(
     settings: DataSettings,
+    streaming: bool | StreamingSettings,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    settings = settings.model_copy(update={"streaming": streaming})
+
     def arrange(*arguments: object) -> None:
         raise MemoryError("Unable to allocate 8.00 GiB")
 
-    monkeypatch.setattr(PackMaker, "arrange", arrange)
-    with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
-        prepare(settings, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(PackMaker, "arrange", arrange)
+        with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
+            prepare(settings, progress=False)
     progress = settings.packs.with_name(".packs.tokens") / "progress.json"
-    assert json.loads(progress.read_text())["counts"]["documents"] > 0
+    documents = json.loads(progress.read_text())["counts"]["documents"]
+    prepare(settings)
+    assert f"continuing after document {documents:,}" in capsys.readouterr().err
+    uninterrupted = settings.model_copy(update={"packs": tmp_path / "other"})
+    prepare(uninterrupted, progress=False)
+    fingerprints = {open_packs(data, "train").fingerprint for data in (settings, uninterrupted)}
+    assert documents > 0 and len(fingerprints) == 1
 
 
 def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
