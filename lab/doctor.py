@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 
 from foundation.signals import StopRequest
 from lab.experiments.matrix_file import Matrix, MatrixSettings, make_matrix
@@ -25,24 +24,12 @@ from pretrain.metrics.run_folder import version_of
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
+from pretrain.settings.config import load_recipe
 
-# A model with one layer, whose sizes suit every precision and the kernels of attention.
-VOCABULARY = 512
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-# Number of tokens in a pack, of packs in a step, and of steps.
-LENGTH = 128
-PACKS = 2
-STEPS = 4
+# The recipe of all precisions.
+RECIPE = Path(__file__).with_suffix(".yaml")
+# Number of packs, which are more than one step needs.
+PACKS = 8
 
 
 def main(options: argparse.Namespace) -> int:
@@ -80,36 +67,27 @@ def main(options: argparse.Namespace) -> int:
 
 
 def matrix_in(folder: Path, engines: dict[str, str], accelerate: str) -> Matrix:
-    """Write packs of random documents and a recipe to `folder`. Return one cell per precision.
+    """Write packs of random documents to `folder`, and return a matrix with a cell per precision.
 
     Args:
-        folder: The folder of the packs, the recipe and the runs.
+        folder: The folder of the packs and the runs.
         engines: Map each precision to its engine, a value of `fp8_config.backend`.
         accelerate: Name of the Accelerate configuration.
     """
-    generator = np.random.default_rng(0)
-    lengths = np.diff([0, LENGTH // 3, LENGTH // 2, LENGTH]).astype(np.int32)
-    rows = generator.integers(VOCABULARY, size=(4 * PACKS, LENGTH)).astype(np.uint32)
+    recipe = load_recipe(RECIPE)
+    length = recipe.data.length
+    vocabulary = (recipe.model.config or {})["vocab_size"]
+    rows = np.random.default_rng(0).integers(vocabulary, size=(PACKS, length)).astype(np.uint32)
+    lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
     packs = [[Pack(row, lengths) for row in rows]]
     write_packs(
-        folder / "packs", LENGTH, {"train": packs}, settings={}, statistics={}, tokenizer=None
+        folder / "packs", length, {"train": packs}, settings={}, statistics={}, tokenizer=None
     )
-    recipe = {
-        "name": "doctor",
-        # torch.compile would take most of the time.
-        "model": {"config": MODEL, "compile": "none"},
-        "data": {"packs": str(folder / "packs"), "length": LENGTH},
-        "batch": {"tokens": PACKS * LENGTH, "microbatch": PACKS},
-        "optimizer": {"learning_rate": 1e-4},
-        "train": {"steps": STEPS},
-        "checkpoint": {"at_end": False},
-    }
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
     settings = MatrixSettings(
         name="doctor",
-        recipe=file,
+        recipe=RECIPE,
         accelerate=find_configuration(accelerate),
+        overrides={"data.packs": str(folder / "packs")},
         cells={
             name: {"precision": name, "fp8_config.backend": engine}
             for name, engine in engines.items()

@@ -14,7 +14,7 @@ from pretrain import __version__
 from pretrain.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("foundation", "packing", "pretrain", "accelerate_configs")
+PACKAGES = ("foundation", "packing", "pretrain", "lab", "accelerate_configs")
 
 
 @pytest.fixture(scope="module")

@@ -152,29 +152,36 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
     in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
     curves = [curves_of(compared) for compared in compared_runs]
     panels = [panel for panel in PANELS if any(panel in by_panel for by_panel in curves)]
+    has_legend = len(compared_runs) > 1
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
     for row, panel in enumerate(panels, start=1):
         for compared, by_panel in zip(compared_runs, curves, strict=True):
-            steps, values = by_panel.get(panel, (np.array([]), np.array([])))
-            # metrics.jsonl has frozen updates as a share. Their axis shows percent.
-            factor = 100 if panel == "frozen updates" else 1
-            scale = compared.run.tokens_per_step if in_tokens else 1
+            if panel not in by_panel:
+                continue
+            steps, values = by_panel[panel]
             # If the curve has more than MOST_POINTS points, draw only MOST_POINTS of them.
             number = min(len(steps), MOST_POINTS)
-            drawn = np.unique(np.linspace(0, len(steps) - 1, number).astype(int))
+            drawn = np.linspace(0, len(steps) - 1, number).astype(int)
+            x = steps[drawn]
+            if in_tokens:
+                x = x * compared.run.tokens_per_step
+            y = values[drawn]
+            if panel == "frozen updates":
+                # metrics.jsonl has a share. The axis shows percent.
+                y = 100 * y
             has_points = panel in POINTS or len(steps) == 1
             line = {"color": compared.colour, "dash": compared.dash, "width": 1.5}
             figure.add_scatter(
-                x=steps[drawn] * scale,
-                y=values[drawn] * factor,
+                x=x,
+                y=y,
                 name=escape(compared.label),
                 legendgroup=compared.label,
                 mode="lines+markers" if has_points else "lines",
                 line=line,
                 # Each run has one entry in the legend.
-                showlegend=row == 1 and len(compared_runs) > 1,
+                showlegend=has_legend and row == 1,
                 row=row,
                 col=1,
             )

@@ -390,10 +390,8 @@ def announce(rounds: Rounds, hours: float) -> None:
         f"fixed at {100 * protocol.margin:g} % of the loss."
     )
     planned = duration(rounds.planned_seconds())
-    say(
-        f"{protocol.seeds} rounds of {protocol.steps:,} steps take about {planned}, and the limit "
-        f"is {hours:g} hours. Candidates branch at step {protocol.trunk:,}."
-    )
+    say(f"{protocol.seeds} rounds take about {planned}, and the limit is {hours:g} hours.")
+    say(f"Each run has {protocol.steps:,} steps. Candidates branch at step {protocol.trunk:,}.")
 
 
 def run_rounds(trainings: WhichTrainings, rounds: Rounds, deadline: float) -> None:

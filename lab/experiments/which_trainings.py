@@ -195,8 +195,8 @@ def train(matrix: Matrix, *, may_fail: bool) -> None:
         return
 
     def is_fatal(outcome: Outcome) -> bool:
-        if is_candidate(matrix, outcome.cell) and (may_fail or outcome.status == "halted"):
-            return False
+        if is_candidate(matrix, outcome.cell):
+            return outcome.status == "failed" and not may_fail
         return outcome.status in ("failed", "halted")
 
     check_gpu_is_free(matrix)
@@ -242,8 +242,9 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
     run = cell.record()
-    may_halt = is_candidate(matrix, cell)
-    return run is not None and (run.is_finished or (may_halt and "halted" in run.summary))
+    if run is None or run.is_finished:
+        return run is not None
+    return "halted" in run.summary and is_candidate(matrix, cell)
 
 
 def check_gpu_is_free(matrix: Matrix) -> None:
@@ -251,8 +252,9 @@ def check_gpu_is_free(matrix: Matrix) -> None:
 
     Do nothing if the matrix is trained on a CPU, or if the used memory is not known.
     """
-    used = [] if matrix.on_cpu else used_memory()
-    most_used = max(used[: matrix.settings.gpus or matrix.processes], default=0.0)
+    if matrix.on_cpu:
+        return
+    most_used = max(used_memory()[: matrix.settings.gpus or matrix.processes], default=0.0)
     if most_used > GPU_IS_FREE:
         raise InputError(
             f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "

@@ -86,11 +86,10 @@ def model_lines(plan: Training) -> list[str]:
     without = units.count(flops.parameters - flops.embedding_parameters)
     head = "tied" if flops.tied else "not tied"
     heads = f"{plural(shape.heads, 'head')} of {shape.head_dim}"
+    heads += f" ({shape.kv_heads} for keys and values)"
     lines = [f"{parameters}, {without} without embeddings, head {head} to the embedding"]
-    lines.append(
-        f"{shape.layers} layers, hidden {shape.hidden:,}, {heads} ({shape.kv_heads} for keys and "
-        f"values), vocabulary {shape.vocabulary:,}"
-    )
+    vocabulary = f"vocabulary {shape.vocabulary:,}"
+    lines.append(f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, {vocabulary}")
     for active in plan.precisions:
         first, last = active.kept_layers(shape.layers) if active.precision.quantized else (0, 0)
         ends = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lab import doctor
@@ -20,10 +22,12 @@ def test_a_precision_has_a_line_with_its_engine_and_obstacle(
 
 
 def test_a_failed_precision_has_a_line_and_the_end_of_its_log(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The attention heads are not divisible by the heads of keys and values."""
-    monkeypatch.setitem(doctor.MODEL, "num_key_value_heads", 3)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(doctor.RECIPE.read_text().replace("key_value_heads: 2", "key_value_heads: 3"))
+    monkeypatch.setattr(doctor, "RECIPE", recipe)
     assert commands.main(["doctor", "--precisions", "fp32"]) == 1
     output = capsys.readouterr().out
     assert "| error: " in output and "\nfp32: failed\n" in output
