@@ -223,9 +223,9 @@ def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
     steps are not used again.
     """
     skipped = {first_step: run.past["left_out"]}
-    for record in run.metrics:
-        if kind(record) == "rollback":
-            skipped[max(record["step"], first_step)] = record["left_out"]
+    for line in run.metrics:
+        if kind(line) == "rollback":
+            skipped[max(line["step"], first_step)] = line["left_out"]
     return skipped
 
 

@@ -218,7 +218,7 @@ def differing_values(
     the same precision, because precisions have different defaults.
     """
     runs = [compared.run for compared in compared_runs]
-    records = [
+    values_of_runs = [
         # `run.precision` is a text even if the recipe has a schedule of several precisions.
         flatten(
             {
@@ -231,16 +231,16 @@ def differing_values(
     options = {f"settings.{key}" for key in distinguishing_keys(runs)}
     keys = dict.fromkeys(
         key
-        for record in records
-        for key in record
+        for values in values_of_runs
+        for key in values
         if not key.startswith(NAMES)
         and (key in options or not key.startswith("settings.fp8_config."))
     )
     differing = {}
     for key in keys:
         labels: dict[str, list[str]] = {}
-        for compared, record in zip(compared_runs, records, strict=True):
-            labels.setdefault(as_text(record.get(key)), []).append(compared.label)
+        for compared, values in zip(compared_runs, values_of_runs, strict=True):
+            labels.setdefault(as_text(values.get(key)), []).append(compared.label)
         if len(labels) > 1:
             differing[key] = {value: ", ".join(names) for value, names in labels.items()}
     return differing

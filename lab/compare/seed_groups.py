@@ -27,7 +27,8 @@ from lab.compare.differences import (
 from lab.compare.fairness import same_held_out
 from pretrain.metrics.run_record import LOSS_KEY
 
-# Map the keys of summary.json whose values can be compared to their names in tables.
+# Map the keys of summary.json whose values can be compared to their names in tables. The first
+# loss that all runs have is compared.
 LOSSES = {
     "served_loss": "held-out loss as served",
     "held_out_loss": "held-out loss",
@@ -111,11 +112,11 @@ class SeedComparison:
         runs = [compared.run for compared in compared_runs]
         finished = [run for run in runs if not run.failure and not run.is_unfinished]
         served = {run.config.get("evaluate", {}).get("served") for run in finished}
-        loss_key = LOSS_KEY
-        if all("held_out_loss" in run.summary for run in finished):
-            loss_key = "held_out_loss"
-        if len(served) == 1 and all("served_loss" in run.summary for run in finished):
-            loss_key = "served_loss"
+        # LOSSES begins with the loss that is preferred.
+        loss_keys = [key for key in LOSSES if all(key in run.summary for run in finished)]
+        if len(served) != 1 and "served_loss" in loss_keys:
+            loss_keys.remove("served_loss")
+        loss_key = next(iter(loss_keys), LOSS_KEY)
         held_out = loss_key != LOSS_KEY
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
