@@ -181,22 +181,25 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     if failures:
         return Verdict(name, word=f"broke off: {failures[0]}")
     held_out = _difference(pairs, "served_loss" if protocol.served else "held_out_loss")
-    verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY))
-    verdict.word = held_out.verdict(protocol.margin, protocol.error)
+    word = held_out.verdict(protocol.margin, protocol.error)
+    verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
     if verdict.is_open:
         verdict.enough_seeds = held_out.seeds_for_verdict(protocol.margin, protocol.error)
-    slope = Sample({run.config["seed"]: loss_slope(run) for run, _ in pairs})
+    slopes_of_base = [loss_slope(base) for base, _ in pairs]
+    slope = Sample(dict(zip(held_out.by_seed, slopes_of_base, strict=True)))
     slopes = slope.interval(protocol.error)
     clearly_falls = slopes is not None and slopes[1] < 0
     if clearly_falls:
         verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
-    speedup = _speedup(pairs)
-    if speedup:
+    # The speed of an emulated precision is not known.
+    speedups = [ratio for base, run in pairs if (ratio := speed_ratio(base, run))]
+    if len(speedups) == len(pairs):
+        speedup = Sample(dict(zip(held_out.by_seed, speedups, strict=True)))
         speeds = [run.summary["tokens_per_second"] for _, run in pairs]
         verdict.tokens_per_second = statistics.median(speeds)
         verdict.speedup = speedup.mean
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        if clearly_falls and verdict.word != CANNOT_TELL:
+        if clearly_falls and word != CANNOT_TELL:
             verdict.gain_interval = gain_interval(protocol, held_out, slope, speedup)
     return verdict
 
@@ -255,17 +258,6 @@ def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossD
     """
     by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
     return LossDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
-
-
-def _speedup(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> Sample | None:
-    """Return the candidate's speed divided by the baseline's speed.
-
-    Each pair is the baseline's run and the candidate's run with the same seed. Return None if the
-    speed of any run is not known.
-    """
-    speedups = {run.config["seed"]: speed_ratio(base, run) for base, run in pairs}
-    measured = {seed: speedup for seed, speedup in speedups.items() if speedup}
-    return Sample(measured) if len(measured) == len(pairs) else None
 
 
 def loss_slope(run: RunRecord) -> float:
