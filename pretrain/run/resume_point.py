@@ -293,6 +293,9 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     saved_precisions = replace(precisions, steps=progress["steps"])
     if saved == present:
         return True
+    # The phases of another precision may end after the last step of the saved run.
+    if "precision" in changed_keys(record["identity"], job.identity) and precisions.changes:
+        return False
 
     def then(step: int) -> tuple[float, ActivePrecision]:
         return learning_rate(step, *saved), saved_precisions.at(step + 1)

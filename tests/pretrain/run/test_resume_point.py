@@ -244,6 +244,12 @@ def test_longer_runs_repeat_the_precisions_of_past_steps(
     assert repeats_past(record_of(step), job_of(24, phases=phases)) is is_repeated
 
 
+def test_phases_may_end_after_the_last_step_of_the_saved_run() -> None:
+    job = job_of(24, phases=(18, None), precision=[{"until": 18, "use": "bf16"}, {"use": "nvfp4"}])
+    changes = changes_since(record_of(6, 12, precision="bf16"), job)
+    assert changes.keys() == {"precision", "train.steps"}
+
+
 # ── Refuse ────────────────────────────────────────────────────────────────────────────────────────
 
 SEED_CHANGED = {"seed": (0, 1)}
