@@ -241,14 +241,10 @@ def _columns(packs: Sequence[Pack]) -> list[np.ndarray]:
     documents of each pack, and the position of each pack's first token, which is always 0. Packs
     with masks also have a column with the bits of the masks [packs, bytes].
     """
-    ids = np.stack([pack.input_ids for pack in packs])
-    lengths = np.concatenate([pack.lengths for pack in packs])
-    columns: list[np.ndarray] = [
-        ids.astype(np.uint32, copy=False),
-        lengths.astype(np.int32, copy=False),
-        np.array([len(pack.lengths) for pack in packs], np.int32),
-        np.zeros(len(packs), np.int32),
-    ]
+    ids = np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False)
+    lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
+    documents = np.array([len(pack.lengths) for pack in packs], np.int32)
+    columns: list[np.ndarray] = [ids, lengths, documents, np.zeros_like(documents)]
     if masks := [pack.trained for pack in packs if pack.trained is not None]:
         columns.append(np.packbits(np.stack(masks), axis=1, bitorder="little"))
     return columns
@@ -329,11 +325,9 @@ class ArrowPacks(Packs):
         with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
             for batch in stream:
                 ids, lengths, _, *masks = batch.columns
-                columns = [
-                    _view(ids.values, np.uint32).reshape(len(ids), self.length),
-                    _view(lengths.values, np.int32),
-                    _view(lengths.offsets, np.int32),
-                ]
+                columns = [_view(ids.values, np.uint32).reshape(len(ids), self.length)]
+                columns.append(_view(lengths.values, np.int32))
+                columns.append(_view(lengths.offsets, np.int32))
                 for bits in masks:
                     columns.append(_view(bits.values, np.uint8).reshape(len(bits), -1))
                 yield tuple(columns)

@@ -170,14 +170,11 @@ def tokenize(
         encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
     lengths = np.array([len(ids) for ids in encoded], np.int64)
-    counts += Counts(
-        documents=len(encoded),
-        tokens=len(tokens),
-        trained=int(np.count_nonzero(tokens < UNTRAINED)),
-        # Number of records without tokens. A record of token ids may have several documents. So if
-        # `encoded` has more documents than there are records, no record is counted as empty.
-        empty=max(0, len(documents) - len(encoded)),
-    )
+    trained = int(np.count_nonzero(tokens < UNTRAINED))
+    # Number of records without tokens. A record of token ids may have several documents. So if
+    # `encoded` has more documents than there are records, no record is counted as empty.
+    empty = max(0, len(documents) - len(encoded))
+    counts += Counts(documents=len(encoded), tokens=len(tokens), trained=trained, empty=empty)
     return Tokens(tokens, lengths, counts, chunk.after)
 
 

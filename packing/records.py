@@ -395,13 +395,15 @@ class ChatColumns(Records):
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        marks_answers = _MARKED.search(self.template) is not None
+        options: dict[str, Any] = dict(self.tokens) | more
         try:
             rendered: Any = render_jinja_template(
                 [chat],
                 tools or None,
                 chat_template=_NO_CLOCK + self.template,
-                return_assistant_tokens_mask=_MARKED.search(self.template) is not None,
-                **(dict(self.tokens) | more),
+                return_assistant_tokens_mask=marks_answers,
+                **options,
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(

@@ -18,15 +18,14 @@ with more than a few dozen cores.
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -299,19 +298,28 @@ class FileSource:
         # Offset in the file, in bytes.
         at = offset.get("at", 0)
         line = offset.get("line", 1)
-        with io.BufferedReader(open_stream(path)) as stream:  # type: ignore[type-var]
+        with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
             else:
                 # Read a compressed file up to the offset, because its stream cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
-            while block := stream.read(size):
-                payload = block + stream.readline()
-                first = line
-                at += len(payload)
-                line += payload.count(b"\n")
-                yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
+            pending = bytearray()
+            # The ends of chunks are the ends of a stream's parts, so they never change. The empty
+            # block at the end yields the bytes that are still pending: a last line without a
+            # newline.
+            for block in chain(iter(partial(stream.read, size), b""), [b""]):
+                pending += block
+                cut = len(pending)
+                if block:
+                    cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
+                if payload := bytes(pending[:cut]):
+                    del pending[:cut]
+                    first = line
+                    at += cut
+                    line += payload.count(b"\n")
+                    yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
 
     def _array_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
