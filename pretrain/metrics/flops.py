@@ -142,31 +142,23 @@ class ModelFlops:
         token_weight = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         head_weight = head.weight if head is not None else None
-        linears = {
-            name: module.weight
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not head
-        }
-        in_attention = {
-            name: weight
-            for name, weight in linears.items()
-            if "attn" in name or "attention" in name
-        }
+        linears = _linear_weights(model)
+        in_attention = [
+            weight for name, weight in linears.items() if "attn" in name or "attention" in name
+        ]
         counted = {*embeddings, *map(id, linears.values()), id(head_weight)}
         remaining = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in counted
         }
-        choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-        if type(choices) is not int:  # the setting is missing, or it differs between layers
-            choices = 0
+        choices = _experts_per_token(model)
         experts, routers = _split_experts(remaining) if choices else ({}, {})
         # Select the weights of the experts, which have three dimensions: expert, row and column.
         # The biases of the experts have two dimensions, and no matrix product uses them.
         products = [parameter for parameter in experts.values() if parameter.ndim == 3]
         active = sum(choices * product[0].numel() for product in products)
-        attention_weights = _size(in_attention.values())
+        attention_weights = _size(in_attention)
         embedding_parameters = sum(embeddings.values())
         return cls(
             shape=Shape.of(model),
@@ -218,6 +210,25 @@ class ModelFlops:
             sum_squared_lengths: Sum of the squared lengths of the documents in the step.
         """
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
+
+
+def _linear_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the weights of the linear layers of `model` by module name, without the LM head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+
+
+def _experts_per_token(model: PreTrainedModel) -> int:
+    """Return the number of experts that a token chooses in each layer, or 0 without experts."""
+    choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    # The setting is missing, or it differs between layers.
+    if type(choices) is not int:
+        return 0
+    return choices
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from pretrain.precision.grouped import STACKS, stacked_experts
-from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
+from pretrain.precision.settings import UNQUANTIZED, ActivePrecision, LowPrecisionSettings
 
 LINEARS = (nn.Linear, Conv1D)
 # Under FSDP2, a shard group keeps codes instead of weights if at least this share of its values is
@@ -60,41 +60,65 @@ def decide(
     first, last = active.kept_layers(len(layers))
     kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
     kept = {module for layer in kept_layers for module in layer.modules()}
-    features_by_name: dict[str, tuple[nn.Module, Sequence[int]]] = {}
-    for name, module in hf.named_modules():
-        if isinstance(module, LINEARS):
-            features_by_name[name] = (module, features_of(module))
-    # The reason why no expert stack is quantized. None if expert stacks can be quantized.
-    no_groups = None
+    features_by_name: dict[str, tuple[nn.Module, Sequence[int]]] = {
+        name: (module, features_of(module))
+        for name, module in hf.named_modules()
+        if isinstance(module, LINEARS)
+    }
     stacks = {f"{name}.{key}": module for name, module in stacked_experts(hf) for key in STACKS}
     for name, module in stacks.items():
         features_by_name[name] = (module, hf.get_parameter(name).shape[1:])
-    if stacks and active.engine == "transformer_engine":
-        if capability is None and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability()
-        no_groups = active.quantized_precision.no_groups_on(capability)
-    # Emulation has the same limits as the hardware, because it must compute the same numbers.
-    multiple = precision.multiple_of
+    no_groups = _no_groups(active, capability) if stacks else None
     unquantized = UNQUANTIZED[precision.compute_dtype].name
     decisions = {}
     for name, (module, features) in features_by_name.items():
-        reasons = []
         if module is excluded:
-            reasons.append("scope linear excludes the LM head")
-        if any(is_called(name, pattern) for pattern in ROUTERS):
-            reasons.append("routers are not quantized")
-        if module in kept:
-            reasons.append("keep_bf16_layers")
-        matching = (pattern for pattern in settings.keep_bf16 if is_called(name, pattern))
-        reasons += [f"keep_bf16: {pattern}" for pattern in matching]
-        unfit = (size for size in features if size % multiple)
-        reasons += [f"{size} is not a multiple of {multiple}" for size in unfit]
-        if no_groups and name in stacks:
-            reasons.append(no_groups)
-        decisions[name] = Decision(precision.name)
-        if reasons:
-            decisions[name] = Decision(unquantized, reasons[0])
+            reason: str | None = "scope linear excludes the LM head"
+        elif module in kept and not _is_router(name):
+            reason = "keep_bf16_layers"
+        else:
+            reason = _reason_by_name(name, settings) or _unfit(features, precision.multiple_of)
+        if reason is None and name in stacks:
+            reason = no_groups
+        decisions[name] = Decision(unquantized if reason else precision.name, reason)
     return decisions
+
+
+def _no_groups(active: ActivePrecision, capability: tuple[int, int] | None) -> str | None:
+    """Return the reason why no expert stack is quantized. None if expert stacks can be quantized.
+
+    `capability` is as in `decide`.
+    """
+    if active.engine != "transformer_engine":
+        return None
+    if capability is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    return active.quantized_precision.no_groups_on(capability)
+
+
+def _is_router(name: str) -> bool:
+    return any(is_called(name, pattern) for pattern in ROUTERS)
+
+
+def _reason_by_name(name: str, settings: LowPrecisionSettings) -> str | None:
+    """Return the reason why the layer `name` stays unquantized, whatever its position and shape."""
+    if _is_router(name):
+        return "routers are not quantized"
+    for pattern in settings.keep_bf16:
+        if is_called(name, pattern):
+            return f"keep_bf16: {pattern}"
+    return None
+
+
+def _unfit(features: Sequence[int], multiple: int) -> str | None:
+    """Return the reason why a layer with these numbers of features cannot be quantized, or None.
+
+    Emulation has the same limits as the hardware, because it must compute the same numbers.
+    """
+    for size in features:
+        if size % multiple:
+            return f"{size} is not a multiple of {multiple}"
+    return None
 
 
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
