@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,39 +81,47 @@ def save(run: Run, *, in_background: bool = False) -> None:
     All ranks must call this function.
     """
 
-    def announce(text: str) -> None:
-        run.console.notice(text)
-        if run.folder.stored is not None:
-            run.folder.stored.store()
-
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
             # Write metrics.jsonl to the disk before the checkpoint. A run that resumes from the
             # checkpoint does not repeat the steps before it, and so cannot log them again.
             fsync(run.folder.metrics)
-        state = {
-            "progress": asdict(run.state),
-            "health": asdict(run.health.state),
-            "identity": run.job.identity,
-            "microbatch": run.job.plan.microbatch,
-            "loss_chunk": run.job.plan.loss.tokens_at_once,
-            "world_size": run.accelerator.num_processes,
-            "past": run.past,
-            "precision": run.precision.name,
-        }
-        if run.job.data.stream is not None:
-            state["stream"] = run.job.data.stream.state
         model_tensors, optimizer_tensors = tensors_to_save(run.assembly)
         run.checkpoints.save(
             run.state.step,
             model_tensors,
             optimizer_tensors,
-            state,
+            _state_to_save(run),
             spared=run.best["step"] if run.best else None,
             in_background=in_background,
-            announce=announce,
+            announce=partial(_announce, run),
         )
+
+
+def _state_to_save(run: Run) -> dict[str, Any]:
+    """Return the content of state.json."""
+    job = run.job
+    state = {
+        "progress": asdict(run.state),
+        "health": asdict(run.health.state),
+        "identity": job.identity,
+        "microbatch": job.plan.microbatch,
+        "loss_chunk": job.plan.loss.tokens_at_once,
+        "world_size": run.accelerator.num_processes,
+        "past": run.past,
+        "precision": run.precision.name,
+    }
+    if job.data.stream is not None:
+        state["stream"] = job.data.stream.state
+    return state
+
+
+def _announce(run: Run, text: str) -> None:
+    """Print that a checkpoint is complete, and store it if the run is stored."""
+    run.console.notice(text)
+    if run.folder.stored is not None:
+        run.folder.stored.store()
 
 
 def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -229,28 +238,21 @@ def load_weights(
         return []
     dtype = getattr(torch, WEIGHT_DTYPES[saved])
     parameters = dict(assembly.hf.named_parameters())
-    stored = {name: torch.empty_like(p, dtype=dtype) for name, p in parameters.items()}
-    remainders: dict[str, Tensor] = {}
+    tensors = {name: tensor for name, tensor in live.items() if not name.startswith("remainder/")}
+    for name, parameter in parameters.items():
+        tensors[name] = torch.empty_like(parameter, dtype=dtype)
     # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
     # `bf16` uses the stored BF16 weights. They differ from FP32 weights that hardware rounds to
     # BF16 only if an FP32 weight is exactly between two BF16 values.
     if (saved, mode) == ("bf16_exact", "fp32"):
-        remainders = {
-            f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
-            for name, p in parameters.items()
-        }
-    without_remainders = {
-        name: tensor for name, tensor in live.items() if not name.startswith("remainder/")
-    }
-    checkpoints.load(source.path, without_remainders | stored | remainders, optional=optional)
+        for name, parameter in parameters.items():
+            tensors[f"remainder/{name}"] = torch.empty_like(parameter, dtype=torch.int16)
+    checkpoints.load(source.path, tensors, optional=optional)
     for name, parameter in parameters.items():
-        remainder = remainders.pop(f"remainder/{name}", None)
-        assembly.optimizer.set_master(
-            parameter,
-            master_of(
-                local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
-            ),
-        )
+        weight = local_part(tensors.pop(name))
+        remainder = tensors.pop(f"remainder/{name}", None)
+        remainder = None if remainder is None else local_part(remainder)
+        assembly.optimizer.set_master(parameter, master_of(weight, remainder))
     if mode == "bf16":
         return [
             f"weights: converted from {saved} to {mode}; the lower 16 bits of each weight are LOST"
@@ -268,17 +270,12 @@ def require_restored(source: ResumePoint, run: Run) -> None:
     """
     assembly = run.assembly
     saved = read_manifest(source.path).tensors
-    live = {
-        **assembly.tensors,
-        **named_state(assembly.optimizer, assembly.hf),
-        **loadable_histories(source, assembly),
-    }
-    comparable = {
-        name: tensor
-        for name, tensor in live.items()
-        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]
-    }
-    present = checksums(comparable)
+    optimizer_tensors = named_state(assembly.optimizer, assembly.hf)
+    live = assembly.tensors | optimizer_tensors | loadable_histories(source, assembly)
+    same_dtype = [
+        name for name in live.keys() & saved if saved[name].dtype == DTYPE_NAMES[live[name].dtype]
+    ]
+    present = checksums({name: live[name] for name in sorted(same_dtype)})
     wrong = [name for name in present if saved[name].weighted_sum != present[name]]
     wrong += wrong_counters(source, run)
     if wrong:
@@ -298,21 +295,23 @@ def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
     packs of all steps that the run has discarded since then. The place is not checked if the recipe
     has changed since then, because it may have changed the number of packs in a step.
     """
-    job, state = run.job, run.state
+    job = run.job
+    state = asdict(run.state)
     saved = source.record["progress"]
-    place = state.place
+    # The number of discarded steps is checked by the place.
+    expected = saved | {"steps": job.plan.steps, "left_out": state["left_out"]}
     if all(change["step"] <= source.step for change in run.past["changed"]):
         tokens = saved["place"] * source.record["identity"]["data.length"]
         if source.is_of_another_stream(job):
             tokens = 0
-        discarded = state.left_out - saved["left_out"]
-        place = math.ceil(tokens / job.recipe.data.length) + discarded * job.plan.packs_per_step
-    # The number of discarded steps is checked by the place.
-    expected = saved | {"steps": job.plan.steps, "left_out": state.left_out, "place": place}
+        discarded = (state["left_out"] - saved["left_out"]) * job.plan.packs_per_step
+        expected["place"] = math.ceil(tokens / job.recipe.data.length) + discarded
+    else:
+        expected["place"] = state["place"]
     return [
         f"{key} is {value:,}, not {expected[key]:,}"
-        for key, value in asdict(state).items()
-        if value != expected.get(key, value)
+        for key, value in state.items()
+        if value != expected[key]
     ]
 
 
@@ -416,25 +415,25 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     removed, including this line. Then the run trains the bad step again, and rolls back again.
     """
     state = run.state
-    rollbacks = run.health.state.rollbacks + 1
     path, record = _checkpoint_before(run.checkpoints, state)
     step = record["progress"]["step"]
     discarded = state.step - step
-    abandoned = []
-    if run.accelerator.is_main_process:
-        abandoned = [line for line in read_metrics(run.folder.path) if line["step"] > step]
-    event = {
+    event: dict[str, Any] = {
         "step": step + 1,
         "event": "rollback",
         "reason": f"step {state.step}: {reason}",
         "resumed_from": step,
-        "rollbacks": rollbacks,
+        "rollbacks": run.health.state.rollbacks + 1,
         "left_out": state.left_out + discarded,
-        "abandoned": abandoned,
+        "abandoned": [],
     }
+    if run.accelerator.is_main_process:
+        lines = read_metrics(run.folder.path)
+        event["abandoned"] = [line for line in lines if line["step"] > step]
     run.console.warning(
-        f"{event['reason']}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: the run goes back "
-        f"to {path}; the packs of {plural(discarded, 'step')} after step {step} are skipped"
+        f"{event['reason']}. Rollback {event['rollbacks']} of at most {MOST_ROLLBACKS}: the run "
+        f"goes back to {path}; the packs of {plural(discarded, 'step')} after step {step} are "
+        "skipped"
     )
     is_own = run.checkpoints.owns(path)
     return RollbackPoint(

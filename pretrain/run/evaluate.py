@@ -42,28 +42,30 @@ def evaluate(run: Run) -> None:
     All ranks must call this function. There is no held-out loss if no packs are held out, and there
     are no samples if the recipe has no prompts. With `checkpoint.best`, also update `run.best`.
     """
-    record = None
+    job = run.job
+    record: Record | None = None
     with run.console.progress("evaluating", "microbatches"):
-        if run.job.data.held_out is not None:
+        if job.data.held_out is not None:
             started = time.perf_counter()
-            record = {
-                "step": run.state.step,
-                "event": "evaluation",
-                **held_out_figures(run.job, run.assembly.model, run.accelerator),
-                **measure_of(run),
-            }
+            record = {"step": run.state.step, "event": "evaluation"}
+            record |= held_out_figures(job, run.assembly.model, run.accelerator)
+            record |= measure_of(run)
             run.console.evaluation(record, time.perf_counter() - started)
-            if run.job.recipe.checkpoint.best:
+            if job.recipe.checkpoint.best:
                 # All processes use the result of the main process.
-                run.best = broadcast_object_list(
-                    [best_evaluation(filter(None, (run.best, record)))]
-                )[0]
-        if run.job.recipe.evaluate.samples:
+                best = best_evaluation(filter(None, (run.best, record)))
+                run.best = _from_main_process(best)
+        if job.recipe.evaluate.samples:
             draw_samples(run)
     # Log the loss last. If the run is killed before its last samples are logged, `evaluate_once`
     # then repeats the evaluation.
     if record is not None:
         run.trackers.log(record)
+
+
+def _from_main_process(value: Any) -> Any:
+    """Return the value of the main process on all ranks. All ranks must call this function."""
+    return broadcast_object_list([value])[0]
 
 
 def evaluate_once(run: Run) -> None:
@@ -72,12 +74,15 @@ def evaluate_once(run: Run) -> None:
     All ranks must call this function. Two evaluations are the same if they have the same step and
     the same measure (see `measure_of`). Only the main process reads metrics.jsonl.
     """
-    is_logged = run.accelerator.is_main_process and any(
-        kind(line) == "evaluation"
-        and line["step"] == run.state.step
-        and same_measure(line, measure_of(run))
-        for line in read_metrics(run.folder.path)
-    )
+    is_logged = False
+    if run.accelerator.is_main_process:
+        measure = measure_of(run)
+        is_logged = any(
+            kind(line) == "evaluation"
+            and line["step"] == run.state.step
+            and same_measure(line, measure)
+            for line in read_metrics(run.folder.path)
+        )
     if not largest_over_ranks(run.accelerator, int(is_logged)):
         evaluate(run)
 
@@ -94,12 +99,10 @@ def measure_of(run: Run) -> dict[str, Any]:
     precision = run.precision.precision
     if precision.quantized and not run.assembly.context.evaluates_low:
         precision = UNQUANTIZED[precision.compute_dtype]
+    parts = evaluated_packs(job.data.held_out, job.recipe.evaluate.packs)
     return {
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
-        "held_out_packs": sum(
-            count
-            for _, count in evaluated_packs(job.data.held_out, job.recipe.evaluate.packs).values()
-        ),
+        "held_out_packs": sum(count for _, count in parts.values()),
         "held_out_precision": precision.name,
     }
 
@@ -135,13 +138,14 @@ def best_so_far(run: Run) -> Record | None:
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
         measure = measure_of(run)
+        evaluations = evaluations_of_training(read_metrics(run.folder.path))
         best = best_evaluation(
             evaluation
-            for evaluation in evaluations_of_training(read_metrics(run.folder.path))
-            if step_folder(run.folder.checkpoints, evaluation["step"]).exists()
-            and same_measure(evaluation, measure)
+            for evaluation in evaluations
+            if same_measure(evaluation, measure)
+            and step_folder(run.folder.checkpoints, evaluation["step"]).exists()
         )
-    return broadcast_object_list([best])[0]
+    return _from_main_process(best)
 
 
 @torch.no_grad()

@@ -246,13 +246,14 @@ def _print_loss(
     precision: the name of the precision that the model computes in.
     """
     figures = held_out_figures(job, assembly.model, accelerator)
-    has_penalty = "held_out_penalty" in figures
-    penalty = f"   penalty {figures['held_out_penalty']:.6f}" if has_penalty else ""
-    console.notice(
-        f"  {precision:<8} {figures['held_out_loss']:.6f}   "
-        f"perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
-        f"over {figures['held_out_tokens']:,} tokens"
-    )
+    columns = [
+        f"  {precision:<8} {figures['held_out_loss']:.6f}",
+        f"perplexity {figures['held_out_perplexity']:.4g}",
+        f"over {figures['held_out_tokens']:,} tokens",
+    ]
+    if "held_out_penalty" in figures:
+        columns.insert(2, f"penalty {figures['held_out_penalty']:.6f}")
+    console.notice("   ".join(columns))
 
 
 # ── The end of a training ─────────────────────────────────────────────────────────────────────────
@@ -291,19 +292,17 @@ def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:
     """
     assembly = assemble(job, accelerator)
     merged = checkpoints_to_merge(newest_in(job.run_dir), job.recipe.evaluate.merge, job.recipe)
-    # Buffers are not loaded, because training does not change them.
     read = tensor_reader(merged, assembly.hf, "bf16" if job.recipe.weights == "bf16" else "fp32")
-    set_weights(
-        assembly.hf,
-        {name: read(name) for name, _ in assembly.hf.named_parameters()},
-        assembly.optimizer,
-    )
+    # Buffers are not loaded, because training does not change them.
+    weights = {name: read(name) for name, _ in assembly.hf.named_parameters()}
+    set_weights(assembly.hf, weights, assembly.optimizer)
     # Quantize the loaded weights, and fill the histories of delayed scaling.
     assembly.start_precision(assembly.context.current, job, accelerator)
+    figures = held_out_figures(job, assembly.model, accelerator)
     return {
         "step": job.plan.steps,
         "event": "served",
-        "served_loss": held_out_figures(job, assembly.model, accelerator)["held_out_loss"],
+        "served_loss": figures["held_out_loss"],
         "served_precision": job.recipe.precision,
         "merged": [checkpoint.name for checkpoint in merged],
     }

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import cast
 
 import torch
 import yaml
 from huggingface_hub import ModelCardData
+from jinja2 import Template
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -276,31 +276,57 @@ def export_trained(run: Run, record: RunRecord) -> None:
     """
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
-    further_files = {CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None)}
+    has_tokenizer = run.job.tokenizer is not None
+    card = model_card(record, hf, has_tokenizer=has_tokenizer, facts={})
     write_model(
         hf,
         all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
         run.job.tokenizer,
         run.folder.final,
-        further_files,
+        {CARD: card},
     )
 
 
 # ── The card ──────────────────────────────────────────────────────────────────────────────────────
 
-# Lines of the card's example that generate a text, if the folder has a tokenizer.
-_GENERATION_EXAMPLE = """
+_CARD = Template(
+    """\
+---
+{{ front }}
+---
+
+# {{ name }}
+
+A `{{ architecture }}` of {{ parameters }} parameters in {{ dtype }}, trained on {{ tokens }} \
+tokens in {{ steps }} steps. In this folder:
+
+```python
+from transformers import AutoModelForCausalLM{% if has_tokenizer %}, AutoTokenizer{% endif %}
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
+{%- if has_tokenizer %}
 tokenizer = AutoTokenizer.from_pretrained(".")
 prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))"""
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))
+{%- endif %}
+```
+
+| | |
+| --- | --- |
+{% for title, text in rows.items() -%}
+| {{ title }} | {{ text }} |
+{% endfor %}
+Every setting of the run:
+
+```yaml
+{{ settings }}```
+""",
+    keep_trailing_newline=True,
+)
 
 
 def model_card(
-    run: RunRecord,
-    hf: PreTrainedModel,
-    *,
-    has_tokenizer: bool,
-    facts: Mapping[str, str] = MappingProxyType({}),
+    run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool, facts: Mapping[str, str]
 ) -> bytes:
     """Return the model card of an exported model: its size, data, settings and losses.
 
@@ -324,25 +350,19 @@ def model_card(
         base_model=source if has_base else None,
         datasets=[name for name in datasets if name and _is_on_hub(str(name))] or None,
     )
-    parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
-    table = [f"| {key} | {cell(text)} |" for key, text in (_rows(run) | dict(facts)).items()]
-    parts = [
-        f"---\n{front.to_yaml()}\n---",
-        f"# {recipe['name']}",
-        f"A `{type(hf).__name__}` of {parameters} parameters in "
-        f"{str(hf.dtype).removeprefix('torch.')}, trained on {count(run.summary['tokens'])} tokens "
-        f"in {run.summary['steps']:,} steps. In this folder:",
-        "```python\nfrom transformers import AutoModelForCausalLM"
-        f"{', AutoTokenizer' if has_tokenizer else ''}\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
-        f"{_GENERATION_EXAMPLE if has_tokenizer else ''}\n```",
-        "\n".join(["| | |", "| --- | --- |", *table]),
-        "Every setting of the run:",
-        "```yaml\n"
-        + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
-        + "```",
-    ]
-    return ("\n\n".join(parts) + "\n").encode()
+    card = _CARD.render(
+        front=front.to_yaml(),
+        name=recipe["name"],
+        architecture=type(hf).__name__,
+        parameters=count(hf.num_parameters()),
+        dtype=str(hf.dtype).removeprefix("torch."),
+        tokens=count(run.summary["tokens"]),
+        steps=f"{run.summary['steps']:,}",
+        has_tokenizer=has_tokenizer,
+        rows={title: cell(text) for title, text in (_rows(run) | dict(facts)).items()},
+        settings=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120),
+    )
+    return card.encode()
 
 
 def _is_on_hub(name: str) -> bool:
@@ -359,13 +379,12 @@ def _rows(run: RunRecord) -> dict[str, str]:
         for part in data.get("sources") or ()
     ]
     emulated = ", emulated in software" if run.emulated else ""
-    rows = {
-        "data": ", ".join(shares) or data.get("source") or f"packs in {data['packs']}",
-        "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs",
-        "precision": f"{run.precision}{emulated}; weights {run.config['weights']}",
-    }
-    trunk = run.config["train"]["begin_with"]
-    if trunk:
+    source = data.get("source") or f"packs in {data['packs']}"
+    rows = {"data": ", ".join(shares) or source}
+    epochs = f"{figures['epoch']:.3g} epochs"
+    rows["tokens"] = f"{figures['tokens']:,}, padding included; {epochs}"
+    rows["precision"] = f"{run.precision}{emulated}; weights {run.config['weights']}"
+    if trunk := run.config["train"]["begin_with"]:
         rows["first steps"] = (
             f"the first {run.steps[0]['step'] - 1:,} of these steps were trained by another run: "
             f"{trunk}"

@@ -117,22 +117,20 @@ class Job:
             (active,) = available
             effective = {"precision": active.precision.name, "fp8_config": active.settings}
         else:
-            effective = {
-                "precision": tuple(
-                    phase.model_copy(update={"use": active.precision.name})
-                    for phase, active in zip(setting, available, strict=True)
-                )
-            }
+            phases = [
+                phase.model_copy(update={"use": active.precision.name})
+                for phase, active in zip(setting, available, strict=True)
+            ]
+            effective = {"precision": tuple(phases)}
+        recipe = self.recipe.model_copy(update=effective)
+        identity = identity_of(recipe, self.data.train.fingerprint) | self.source_config
         packs = self.data.readable
-        # The fingerprint already depends on the weights of sources. The keys below are added so
-        # that a message can name the weight that has changed.
-        weights = packs.weights if isinstance(packs, MixedPacks) else {}
-        shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
-        return (
-            identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
-            | shares
-            | self.source_config
-        )
+        if isinstance(packs, MixedPacks):
+            # The fingerprint already depends on the weights of sources. These keys are added so
+            # that a message can name the weight that has changed.
+            for name, weight in packs.weights.items():
+                identity[f"data.sources.{name}.weight"] = weight
+        return identity
 
     def batches(self, accelerator: Accelerator) -> BatchStream:
         """Return the training batches of this rank. Any step can be read.
@@ -367,48 +365,52 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel) -> str:
 
     Raises InputError if `model.cuda_graphs: on` is impossible.
     """
-    model = plan.recipe.model
-    # Map each reason to a value that is true if the reason applies.
-    reasons = {
-        "the recipe turns them off": model.cuda_graphs == "off",
-        "they need a GPU": plan.devices.type != "cuda",
-        "FSDP2 reduces gradients in each microbatch": (
-            plan.devices.sharded and not plan.devices.gathered
-        ),
-        "FSDP2 frees weights in only some precisions of this run": (
-            plan.devices.sharded
-            and len({active.precision.quantized for active in plan.schedule.precisions}) > 1
-        ),
-        "every microbatch of a step gathers weights or reduces gradients": (
-            plan.devices.sharded
-            and plan.microbatch is not None
-            and plan.packs_per_rank <= 2 * plan.microbatch
-        ),
-        "they are not tested in every precision of this run": not all(
-            active.precision.in_graphs for active in plan.precisions
-        ),
-        "they need fused layers": any(
-            not layer.fused for layers in plan.layers.values() for layer in layers
-        ),
-        "they do not support dropout": any(
-            isinstance(part, nn.Dropout) and part.p for part in shapes.modules()
-        ),
-        "they do not support `model.gradient_checkpointing`": (
-            model.gradient_checkpointing != "none"
-        ),
-        "they do not support `loss.kind: cce`": plan.recipe.loss.kind == "cce",
-        "they do not support rotations that depend on the longest document": (
-            attention.longest_rotated(shapes.config) is not None
-        ),
-        # The last reason, because it is no obstacle.
-        "they are not tested on several machines, and LOCAL_WORLD_SIZE is below WORLD_SIZE": (
-            model.cuda_graphs == "auto" and processes_on_host() < plan.devices.count
-        ),
-    }
-    obstacle = next((reason for reason, applies in reasons.items() if applies), None)
-    if obstacle and model.cuda_graphs == "on":
+    setting = plan.recipe.model.cuda_graphs
+    obstacle = _obstacle_of_devices(plan) or _obstacle_of_model(plan, shapes)
+    is_on_several_machines = processes_on_host() < plan.devices.count
+    # The last reason, because it is no obstacle.
+    if obstacle is None and setting == "auto" and is_on_several_machines:
+        obstacle = (
+            "they are not tested on several machines, and LOCAL_WORLD_SIZE is below WORLD_SIZE"
+        )
+    if obstacle and setting == "on":
         raise graphs.impossible(obstacle)
-    return f"off: {obstacle}" if obstacle else model.cuda_graphs
+    return f"off: {obstacle}" if obstacle else setting
+
+
+def _obstacle_of_devices(plan: Plan) -> str | None:
+    """Return the reason why the recipe or the devices exclude CUDA graphs, or None."""
+    devices = plan.devices
+    if plan.recipe.model.cuda_graphs == "off":
+        return "the recipe turns them off"
+    if devices.type != "cuda":
+        return "they need a GPU"
+    if not devices.sharded:
+        return None
+    if not devices.gathered:
+        return "FSDP2 reduces gradients in each microbatch"
+    if len({active.precision.quantized for active in plan.precisions}) > 1:
+        return "FSDP2 frees weights in only some precisions of this run"
+    if plan.microbatch is not None and plan.packs_per_rank <= 2 * plan.microbatch:
+        return "every microbatch of a step gathers weights or reduces gradients"
+    return None
+
+
+def _obstacle_of_model(plan: Plan, shapes: PreTrainedModel) -> str | None:
+    """Return the reason why the precisions or the model exclude CUDA graphs, or None."""
+    if not all(active.precision.in_graphs for active in plan.precisions):
+        return "they are not tested in every precision of this run"
+    if not all(layer.fused for layers in plan.layers.values() for layer in layers):
+        return "they need fused layers"
+    if any(isinstance(part, nn.Dropout) and part.p for part in shapes.modules()):
+        return "they do not support dropout"
+    if plan.recipe.model.gradient_checkpointing != "none":
+        return "they do not support `model.gradient_checkpointing`"
+    if plan.recipe.loss.kind == "cce":
+        return "they do not support `loss.kind: cce`"
+    if attention.longest_rotated(shapes.config) is not None:
+        return "they do not support rotations that depend on the longest document"
+    return None
 
 
 def check_host_memory(plan: Plan, processes: int, free: int) -> None:

@@ -90,9 +90,10 @@ def served_weights(
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
         values += weight.codes.numel()
     kind = layout.config.get("format", "blocks of 128 x 128")
+    method = layout.config["quant_method"]
     facts = {
         "quantized weights": f"{values:,} in {precision_name}; all others are in BF16",
-        "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
+        "layout": f"{method} ({kind}), quantized as in the training forward",
         "activations": layout.activations,
     }
     if precision.tensor_scaled and all(name == stack.product for name, stack in stacks.items()):
@@ -189,13 +190,13 @@ def _stacks_in(audit: Mapping[str, Any]) -> dict[str, Stack]:
 
     audit: the record of a precision in audit.json.
     """
-    return {
-        entry["name"]: stack_of(entry["name"])
-        if entry["module"].startswith("fused ")
-        else Stack(entry["name"], (entry["name"],))
-        for entry in audit["products"]
-        if entry["products"]
-    }
+    stacks = {}
+    for entry in audit["products"]:
+        name = entry["name"]
+        if entry["products"]:
+            is_fused = entry["module"].startswith("fused ")
+            stacks[name] = stack_of(name) if is_fused else Stack(name, (name,))
+    return stacks
 
 
 def _check_supported(
@@ -206,18 +207,28 @@ def _check_supported(
 ) -> None:
     """Raise InputError if no layout can hold one of the quantized weights of `hf`."""
     stored = named_tensors(hf)
-    reasons = {
-        f"no server reads weights in {precision.name}": precision.served_as not in LAYOUTS,
-        "the layouts have no place for the experts of a mixture": is_mixture(hf),
-        "a Conv1D stores its weight transposed": not {*quantized} <= {*linears},
-        "the head is quantized, but it shares its weight with the embedding": any(
-            f"{name}.weight" not in stored for name in quantized
-        ),
-        # Renamed tensors are the same objects. Their scales are renamed with them.
-        f"transformers stacks or splits weights when it saves {hf.config.model_type}, and would "
-        "not do the same to their scales": {*map(id, revert_weight_conversion(hf, stored).values())}
-        != {*map(id, stored.values())},
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    if reason:
-        raise InputError(f"--precision trained: {reason}; omit --precision to export in BF16")
+    if precision.served_as not in LAYOUTS:
+        reason = f"no server reads weights in {precision.name}"
+    elif is_mixture(hf):
+        reason = "the layouts have no place for the experts of a mixture"
+    elif not {*quantized} <= {*linears}:
+        reason = "a Conv1D stores its weight transposed"
+    elif not {f"{name}.weight" for name in quantized} <= {*stored}:
+        reason = "the head is quantized, but it shares its weight with the embedding"
+    elif _rearranged(hf, stored):
+        reason = (
+            f"transformers stacks or splits weights when it saves {hf.config.model_type}, and "
+            "would not do the same to their scales"
+        )
+    else:
+        return
+    raise InputError(f"--precision trained: {reason}; omit --precision to export in BF16")
+
+
+def _rearranged(hf: PreTrainedModel, tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if transformers stacks or splits `tensors` when it saves the model.
+
+    Renamed tensors are the same objects. Their scales are renamed with them.
+    """
+    saved = revert_weight_conversion(hf, dict(tensors))
+    return {*map(id, saved.values())} != {*map(id, tensors.values())}
