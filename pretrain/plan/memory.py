@@ -160,10 +160,10 @@ def step_memory(
     recipe: Recipe,
     flops: ModelFlops,
     devices: Devices,
+    loss: LossSettings,
+    microbatch: int,
     precision: Precision,
     layers: Sequence[LayerMemory],
-    microbatch: int,
-    loss: LossSettings,
     *,
     keeps_rotated: bool,
 ) -> dict[str, int]:
@@ -195,14 +195,16 @@ def step_memory(
     gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
     gathered -= head * frees_head
     gradients = values * BYTES[recipe.gradients_kept_in]
+    quantized_weights = sum(layer.quantized_weights for layer in layers)
+    if low_head:
+        quantized_weights += layouts * head
     parts = {
         "parameters": values * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number * gathered,
         "gradients": gradients + 4 * sums,
         **optimizer_state(recipe, flops, devices, on_host=False),
         "BF16 working copies": _working_copies(layers) * has_copies,
-        "quantized weights": sum(layer.quantized_weights for layer in layers)
-        + layouts * head * low_head,
+        "quantized weights": quantized_weights,
         "activations": tokens * sum(layer.kept for layer in layers),
     }
     in_backward = 4 * sent + tokens * _largest_backward(layers)
@@ -397,55 +399,49 @@ def fused_layer(
         precision.operand_bytes if isinstance(precision, QuantizedPrecision) else number
         for precision in precisions
     ]
-    _, output, gate_up, down = precisions
+    *_, gate_up, down = precisions
     # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
     may_recompute_rotated = attention in ATTENTION_KERNELS
 
-    quantized = sum(
-        size for precision, size in zip(precisions, sizes, strict=True) if precision.quantized
-    )
+    unquantized = 0
+    quantized_bytes = 0.0
+    for precision, size in zip(precisions, sizes, strict=True):
+        if isinstance(precision, QuantizedPrecision):
+            quantized_bytes += layouts * (precision.weight_bytes or precision.operand_bytes) * size
+        else:
+            unquantized += size
     keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or not gate_up.quantized
     )
-    kept = (
-        # The input of the layer, and the sum of this input and the attention's output.
-        2 * number * hidden,
-        # The output of the first norm, and its statistics.
-        operands[0] * hidden + statistics,
-        # The output of the second norm, and its statistics.
-        operands[2] * hidden + statistics,
-        # Queries, keys and values.
-        number * parts.heads.width,
-        # The output of attention, and its statistics.
-        number * query + 4 * parts.heads.query,
-        # The output of attention as a quantized operand.
-        operands[1] * query * output.quantized,
-        # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
-        rotated * (not may_recompute_rotated),
-        # The inputs of the activation function.
-        number * gate_and_up,
-        # The output of the activation function, if backward does not compute it again.
-        operands[3] * activated * keeps_activated,
-    )
+    # The input of the layer, and the sum of this input and the attention's output.
+    kept: float = 2 * number * hidden
+    # The outputs of the two norms, and their statistics.
+    kept += operands[0] * hidden + statistics
+    kept += operands[2] * hidden + statistics
+    # Queries, keys and values.
+    kept += number * parts.heads.width
+    # The output of attention, and its statistics.
+    kept += number * query + 4 * parts.heads.query
+    # The output of attention as a quantized operand.
+    if precisions[1].quantized:
+        kept += operands[1] * query
+    # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
+    if not may_recompute_rotated:
+        kept += rotated
+    # The inputs of the activation function.
+    kept += number * gate_and_up
+    # The output of the activation function, if backward does not compute it again.
+    if keeps_activated:
+        kept += operands[3] * activated
     return LayerMemory(
         inputs=number * hidden,
-        kept=round(sum(kept)),
+        kept=round(kept),
         # The gradients in the MLP, which need more memory than those in attention.
         workspace=number * (hidden + gate_and_up + activated),
-        quantized_weights=round(
-            sum(
-                layouts * (precision.weight_bytes or precision.operand_bytes) * size
-                for precision, size in zip(precisions, sizes, strict=True)
-                if isinstance(precision, QuantizedPrecision)
-            )
-        ),
-        unquantized_weights=sum(
-            number * size
-            for precision, size in zip(precisions, sizes, strict=True)
-            if not precision.quantized
-        ),
+        quantized_weights=round(quantized_bytes),
+        unquantized_weights=number * unquantized,
         fused=True,
-        keeps_codes=quantized >= QUANTIZED_SHARE * sum(sizes),
+        keeps_codes=sum(sizes) - unquantized >= QUANTIZED_SHARE * sum(sizes),
         rotated=rotated if may_recompute_rotated else 0,
     )
 

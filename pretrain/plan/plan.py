@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers import PreTrainedModel
@@ -228,17 +228,11 @@ class Plan(Training):
 
         microbatch: the number of packs in a microbatch.
         """
+        estimate = partial(
+            step_memory, self.recipe, self.flops, self.devices, self.loss, microbatch
+        )
         estimates = [
-            step_memory(
-                self.recipe,
-                self.flops,
-                self.devices,
-                PRECISIONS[name],
-                layers,
-                microbatch,
-                self.loss,
-                keeps_rotated=self.keeps_rotated,
-            )
+            estimate(PRECISIONS[name], layers, keeps_rotated=self.keeps_rotated)
             for name, layers in self.layers.items()
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))
@@ -256,13 +250,15 @@ class Plan(Training):
     def experts_in_bf16(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
         in_experts = FLOPS_PER_WEIGHT * self.flops.expert_weights / self.flops_per_token
-        return [
-            f"experts compute in BF16 and have {units.percent(in_experts * part)} of the FLOPs "
-            f"({reason})"
-            for active in self.precisions
-            if active.precision.quantized
-            for reason, part in self.layers[active.precision.name][-1].experts_left_out.items()
-        ]
+        texts = []
+        for name, layers in self.layers.items():
+            for reason, part in layers[-1].experts_left_out.items():
+                if PRECISIONS[name].quantized:
+                    share = units.percent(in_experts * part)
+                    texts.append(
+                        f"experts compute in BF16 and have {share} of the FLOPs ({reason})"
+                    )
+        return texts
 
     @property
     def warnings(self) -> list[str]:

@@ -429,8 +429,9 @@ def describe_shared_audit(
         compiled = "nothing"
     elif packed.context.engines:
         compiled = "each layer, between its low-precision products"
+    attention = job.plan.attention
     return {
-        "attention": {"kind": job.plan.attention.name, "reason": job.plan.attention.reason},
+        "attention": {"kind": attention.name, "reason": attention.reason},
         "fused": fused,
         "compiled": compiled,
         "weights": job.recipe.weights,

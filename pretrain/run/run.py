@@ -145,17 +145,17 @@ class Run:
         """Return the contents of environment.json."""
         job = self.job
         held_out = job.data.held_out
-        return {
+        tokenizer = fingerprint_in_use(job.recipe.data, job.recipe.model, job.data)
+        environment = {
             "horizon": job.plan.steps,
             "data_fingerprint": job.data.train.fingerprint,
             "source_config": job.source_config,
             "held_out_fingerprint": None if held_out is None else held_out.fingerprint,
-            "tokenizer_fingerprint": fingerprint_in_use(
-                job.recipe.data, job.recipe.model, job.data
-            ),
-            **describe_environment(describe_topology(self.accelerator)),
-            "past": self.past,
+            "tokenizer_fingerprint": tokenizer,
         }
+        environment |= describe_environment(describe_topology(self.accelerator))
+        environment["past"] = self.past
+        return environment
 
     def follow_schedule(self) -> None:
         """Change the precision if the schedule has another precision for the next step.
@@ -217,35 +217,29 @@ class Run:
             self.console.warning(decision.reason)
         for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):
             self.console.warning(warning)
-        record = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "trained_tokens": state.valid_tokens if self.job.data.has_masks else None,
-            "precision": self.precision.name if self.assembly.schedule.changes else None,
-            "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
-            "halted": decision.reason if decision.action == "stop" else None,
-        }
-        # Omit the keys above that do not apply to this run or this step.
-        record = {key: value for key, value in record.items() if value is not None}
+        record: dict[str, Any] = {"step": state.step, "tokens": state.tokens}
+        if self.job.data.has_masks:
+            record["trained_tokens"] = state.valid_tokens
+        if self.assembly.schedule.changes:
+            record["precision"] = self.precision.name
+        if decision.action == "stop":
+            record["halted"] = decision.reason
+        record |= batches.figures
         # The losses of a step without labels are null. But a `loss` that is not finite is logged.
-        reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
+        record |= losses if is_labelled else dict.fromkeys(losses)
         if not math.isfinite(loss):
-            reported["loss"] = loss
-        return {
-            **record,
-            **batches.figures,
-            **reported,
-            **figures,
-            **{
-                name: value.item()
-                for name, value in self.assembly.optimizer.figures.items()
-                if decision.proceed
-            },
-            "frozen_updates": frozen,
-            "step_tokens": batches.tokens,
-            "sum_squared_lengths": batches.sum_squared_lengths,
-            "skipped": not decision.proceed,
-        }
+            record["loss"] = loss
+        elif not is_labelled:
+            record["unlabelled"] = True
+        record |= figures
+        if decision.proceed:
+            for name, value in self.assembly.optimizer.figures.items():
+                record[name] = value.item()
+        record["frozen_updates"] = frozen
+        record["step_tokens"] = batches.tokens
+        record["sum_squared_lengths"] = batches.sum_squared_lengths
+        record["skipped"] = not decision.proceed
+        return record
 
     def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
         """Log a step to metrics.jsonl and the trackers, and print every `log.every`th step.

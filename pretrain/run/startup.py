@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -365,21 +365,23 @@ def _compare_first_step(run: Run) -> Parity | str:
         )
     job = run.job
     if run.assembly.audit["compiled"] == "nothing":
-        job = job.with_settings(
-            "batch", microbatch=math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
-        )
+        microbatch = math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
+        job = job.with_settings("batch", microbatch=microbatch)
     batches = job.batches(accelerator)
     first_step = batches.step(0)
+    indices = batches.order.packs_at(first_step.places).tolist()
+
+    def held_out_loss(microbatches: Iterable[Microbatch]) -> float:
+        return figures_of(held_out_sums(model, microbatches, accelerator))["held_out_loss"]
+
     return check_parity(
         model,
         run.assembly.optimizer,
         first_step,
-        [batches.packs[index] for index in batches.order.packs_at(first_step.places).tolist()],
+        [batches.packs[index] for index in indices],
         run.precision,
         accelerator,
-        held_out_loss=lambda microbatches: figures_of(
-            held_out_sums(model, microbatches, accelerator)
-        )["held_out_loss"],
+        held_out_loss=held_out_loss,
         mask_boundaries=job.recipe.data.mask_boundaries,
     )
 
