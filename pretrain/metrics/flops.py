@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,7 +142,7 @@ class ModelFlops:
         }
         token_weight = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
-        head_weight = head.weight if head is not None else None
+        head_weight: Any = head.weight if head is not None else None
         linears = _linear_weights(model)
         in_attention = [
             weight for name, weight in linears.items() if "attn" in name or "attention" in name
@@ -212,7 +213,7 @@ class ModelFlops:
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
 
 
-def _linear_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def _linear_weights(model: PreTrainedModel) -> dict[str, Any]:
     """Return the weights of the linear layers of `model` by module name, without the LM head."""
     head = model.get_output_embeddings()
     return {
