@@ -75,15 +75,17 @@ class Settings(BaseModel):
         """
         parts = _parts(cls.model_fields[str(info.field_name)].annotation)
         takes_numbers = int in parts or float in parts
+        if takes_numbers == (bool in parts):
+            return value
         given = set(map(type, value if isinstance(value, (list, tuple)) else [value]))
-        if takes_numbers != (bool in parts) and given & ({bool} if takes_numbers else {int, float}):
-            expected = "true or false (yes, no, on, off)"
-            if takes_numbers:
-                # A field may also have texts as values (Literal).
-                texts = [part for part in parts if isinstance(part, str)]
-                numbers = " or ".join(filter(None, [", ".join(texts), "a number"]))
-                expected = f"{numbers}, not {expected}"
-            raise ValueError(f"must be {expected}, but is {shown(value)}")
+        switch = "true or false (yes, no, on, off)"
+        if takes_numbers and bool in given:
+            # A field may also have texts as values (Literal).
+            allowed = [", ".join(part for part in parts if isinstance(part, str)), "a number"]
+            expected = " or ".join(filter(None, allowed))
+            raise ValueError(f"must be {expected}, not {switch}, but is {shown(value)}")
+        if not takes_numbers and given & {int, float}:
+            raise ValueError(f"must be {switch}, but is {shown(value)}")
         return value
 
 
@@ -206,14 +208,16 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         # A file that is no recipe may have thousands of mistakes, so report only the first ones.
         for item in error.errors(include_url=False)[:20]:
             key, mistake = _describe(cls, item)
-            by_key.setdefault(key, []).append(mistake)
+            mistakes = by_key.setdefault(key, [])
+            if mistake not in mistakes:
+                mistakes.append(mistake)
         lines = []
         for key, mistakes in by_key.items():
             # Skip a section if the mistake in one of its keys is reported.
             if any(other.startswith(f"{key}.") for other in by_key):
                 continue
             subject = f"{origin}: `{key}`: " if key else f"{origin}: "
-            lines.append(subject + ", or ".join(dict.fromkeys(mistakes)))
+            lines.append(subject + ", or ".join(mistakes))
         raise InputError("\n".join(lines)) from None
 
 
@@ -227,34 +231,40 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     `item` is one element of `ValidationError.errors()`. The location in `item` may contain names of
     union members. They are removed from the key.
     """
-    *parents, last = item["loc"] or [""]
-    # For an unknown key, `last` is the key that the user wrote.
-    is_unknown = item["type"] == "extra_forbidden"
-    parts = parents if is_unknown else item["loc"]
-    keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
-    section_keys = ", ".join(sorted(_section(cls, keys).model_fields))
-    if is_unknown:
-        meant = closest_key(cls, str(last), keys)
-        known_keys = f"known keys here: {section_keys}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
-        hint = advice(meant) if meant else known_keys
-        return ".".join([*keys, str(last)]), f"unknown key; {hint}"
+    location = [
+        str(part) for part in item["loc"] if not (isinstance(part, str) and _MEMBER.fullmatch(part))
+    ]
+    if item["type"] == "extra_forbidden":
+        # The last part is the key that the user wrote, which may look like the name of a member.
+        unknown = str(item["loc"][-1])
+        keys = location[:-1] if location[-1:] == [unknown] else location
+        hint = f"known keys here: {_keys_in(cls, keys)}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
+        if meant := closest_key(cls, unknown, keys):
+            hint = advice(meant)
+        return ".".join([*keys, unknown]), f"unknown key; {hint}"
+    key = ".".join(location)
     message = item["msg"].removeprefix("Value error, ").replace("valid string", "text in quotes")
     # The settings store the lists of a recipe as tuples.
     message = message.replace("tuple", "list").replace("Tuple", "List")
+    if item["type"] in ("missing", "value_error"):
+        return key, message
+    given = f", but is {shown(item['input'])}"
     if item["type"] == "model_type":
-        message = f"must be a section (its keys: {section_keys})"
-    if item["type"] not in ("missing", "value_error"):
-        takes_no_list = isinstance(item["input"], list) and not item["type"].startswith("too_")
-        help_text = getattr(cls, "LIST_HELP", "") if takes_no_list else ""
-        message += f", but is {shown(item['input'])}{help_text}{_number_meant(cls, keys, item)}"
-    if item["type"] == "model_type":
-        meant = closest_key(cls, keys[-1], keys[:-1])
-        message += f"; {advice(meant)}" if meant not in (None, ".".join(keys)) else ""
-    return ".".join(keys), message
+        message = f"must be a section (its keys: {_keys_in(cls, location)}){given}"
+        meant = closest_key(cls, location[-1], location[:-1])
+        return key, message if meant in (None, key) else f"{message}; {advice(meant)}"
+    if isinstance(item["input"], list) and not item["type"].startswith("too_"):
+        given += getattr(cls, "LIST_HELP", "")
+    return key, message + given + _number_meant(cls, location, item)
 
 
-# Factors of the units with which people write numbers.
-_UNITS = {"%": 0.01, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+def _keys_in(cls: type[BaseModel], keys: list[str]) -> str:
+    """Return the keys of the section at the path `keys`, for a message."""
+    return ", ".join(sorted(_section(cls, keys).model_fields))
+
+
+# Exponents of the units with which people write numbers.
+_UNITS = {"%": "e-2", "k": "e3", "m": "e6", "b": "e9", "g": "e9", "t": "e12"}
 
 
 def _number_meant(cls: type[BaseModel], keys: Sequence[str], item: Mapping[str, Any]) -> str:
@@ -270,7 +280,7 @@ def _number_meant(cls: type[BaseModel], keys: Sequence[str], item: Mapping[str, 
         return f" ({field.description.splitlines()[0]})" if field and field.description else ""
     if item["type"] in ("int_parsing", "float_parsing") and unit in _UNITS:
         with suppress(ValueError):
-            meant = f"{float(number) * _UNITS[unit]:g}"
+            meant = f"{float(number + _UNITS[unit]):g}"
             return f"; write {meant.replace('e+0', 'e').replace('e+', 'e')}"
     return ""
 
