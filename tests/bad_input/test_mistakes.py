@@ -156,7 +156,6 @@ TEXTS = [
     (DOCUMENT, "data.tokenizer={here}/empty", "tokenizer.json"),
     (DOCUMENT, "data.tokenizer=nobody/nothing", "nobody/nothing"),
     (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
-    (DOCUMENT, "data.tokenizer=demo/work/none", "demo/work/none does not exist; run `make demo`"),
     (DOCUMENT, "data.tokenizer=./none", "none does not exist; set another tokenizer, or make one"),
     (DOCUMENT, "data.tokenizer=null", "tokenizer"),
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
