@@ -169,7 +169,7 @@ class ModelFlops:
             uncounted=tuple(name for name in remaining if name not in experts | routers),
             parameters=_size(model.parameters()),
             embedding_parameters=embedding_parameters,
-            position_parameters=embedding_parameters - token_weight.numel(),
+            position_parameters=embedding_parameters - embeddings[id(token_weight)],
             tied=head_weight is token_weight,
             expert_weights=active,
             idle_weights=_size(products) - active,

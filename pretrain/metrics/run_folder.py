@@ -190,19 +190,18 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     # Imported here, because reports import this file and need no torch.
     import torch
 
-    versions = {package: version_of(package) for package in PACKAGES}
+    versions = {package: version for package in PACKAGES if (version := version_of(package))}
     system = f"{platform.system()} {platform.machine()}"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    environ = os.environ
-    allocator = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF")
     return {
         "python": platform.python_version(),
         "system": system,
         "cpu_cores": os.cpu_count(),
-        "packages": {package: version for package, version in versions.items() if version},
+        "packages": versions,
         "cuda": torch.version.cuda,
         "gpus": gpus,
-        "allocator": allocator,
+        "allocator": allocator or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }

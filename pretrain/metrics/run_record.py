@@ -347,10 +347,10 @@ class RunRecord:
 
         The number of the last step is the horizon in environment.json.
         """
-        return self.summary["steps"] < self.environment.get("horizon", 0) or (
-            "served_loss" not in self.summary
-            and self.config.get("evaluate", {}).get("served") is not None
-        )
+        if self.summary["steps"] < self.environment.get("horizon", 0):
+            return True
+        served = self.config.get("evaluate", {}).get("served")
+        return served is not None and "served_loss" not in self.summary
 
     @property
     def is_finished(self) -> bool:
@@ -383,6 +383,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
             f"{run_dir / METRICS_FILE}: holds no step yet; wait until the run has completed its "
             "first step"
         )
+    matrix_entry = _read_object(run_dir / MATRIX_FILE)
     return RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),
@@ -391,7 +392,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         summary=summary(metrics),
         audit=_read_object(folder.audit),
         written_summary=_read_object(folder.summary),
-        side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
+        side_by_side=matrix_entry.get("side_by_side", False),
     )
 
 

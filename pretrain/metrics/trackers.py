@@ -129,10 +129,10 @@ class Trackers:
         Raises InputError if a tracker does not start.
         """
         self.file.start()
-        scalars = {
-            key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
-            for key, value in flatten(config).items()
-        }
+        scalars = flatten(config)
+        for key, value in scalars.items():
+            if not isinstance(value, int | float | str):
+                scalars[key] = json.dumps(value, default=str)
         for name in dict.fromkeys(self._log.trackers):
             if name == "jsonl":
                 continue
