@@ -140,7 +140,7 @@ class ModelFlops:
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         }
-        token_weight = model.get_input_embeddings().weight
+        token_weight: Any = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         head_weight: Any = head.weight if head is not None else None
         linears = _linear_weights(model)
