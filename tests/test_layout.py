@@ -353,3 +353,32 @@ def test_no_code_is_loaded_unasked_and_no_error_is_swallowed(unsafe: str):
     texts = {relative(path): path.read_text(encoding="utf-8") for path in python_files(*PRODUCT)}
     matching = {path for path, text in texts.items() if re.search(unsafe, text)}
     assert matching - (MAY_CATCH_ALL if unsafe == BROAD_EXCEPT else set()) == set()
+
+
+# Names with an underscore that are documented.
+PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
+
+
+def test_every_private_name_of_another_package_is_listed():
+    """docs/developers/private_names.md gives the reason for each name."""
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for path in python_files("foundation", "packing", "pretrain", "lab")
+    ]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    used: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                defined.add(node.attr)
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    private = {name for name in used if re.match("_[A-Za-z]", name)}
+    page = (ROOT / "docs/developers/private_names.md").read_text(encoding="utf-8")
+    listed = {*re.findall(r"`(?:[\w.]*\.)?(_[A-Za-z]\w*)`", page)}
+    assert private - defined - PUBLIC_NAMES == listed

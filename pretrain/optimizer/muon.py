@@ -295,7 +295,7 @@ class Muon(ExactAdamW):
                 if dist.is_initialized():
                     dist.broadcast(updates, src=rank)
                 norms.append(scale * vector_norm(updates, dtype=torch.float32))
-                self._apply(batch, updates, hyper)
+                self._update(batch, updates, hyper)
         values = sum(map(torch.numel, self.hidden))
         self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
 
@@ -315,7 +315,7 @@ class Muon(ExactAdamW):
         torch.lerp(gradient, momentum, beta, out=local_part(direction))
         return item.split(gathered(direction))
 
-    def _apply(self, batch: Sequence[Hidden], updates: Tensor, hyper: Hyperparameters) -> None:
+    def _update(self, batch: Sequence[Hidden], updates: Tensor, hyper: Hyperparameters) -> None:
         """Update this process's part of the parameters of a batch, and count lost updates.
 
         updates: The orthogonalized directions of all matrices in the batch.
