@@ -361,11 +361,9 @@ PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
 
 def test_every_private_name_of_another_package_is_listed():
     """docs/developers/private_names.md gives the reason for each name."""
-    trees = [
-        ast.parse(path.read_text(encoding="utf-8"))
-        for path in python_files("foundation", "packing", "pretrain", "lab")
-    ]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    files = python_files("foundation", "packing", "pretrain", "lab")
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     defined |= {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -381,4 +379,5 @@ def test_every_private_name_of_another_package_is_listed():
     private = {name for name in used if re.match("_[A-Za-z]", name)}
     page = (ROOT / "docs/developers/private_names.md").read_text(encoding="utf-8")
     listed = {*re.findall(r"`(?:[\w.]*\.)?(_[A-Za-z]\w*)`", page)}
-    assert private - defined - PUBLIC_NAMES == listed
+    assert private - defined - PUBLIC_NAMES <= listed
+    assert {name for name in listed if not any(name in text for text in texts)} == set()
