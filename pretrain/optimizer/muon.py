@@ -216,7 +216,10 @@ def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
         by_shape[item.shape].append(item)
     for shape, items in sorted(by_shape.items(), reverse=True):
         of_rank = math.ceil(len(items) / ranks)
-        size = max(1, min(of_rank, BATCH // math.prod(shape)))
+        most = max(1, BATCH // math.prod(shape))
+        # Rounds have batches of equal size. With full batches, the last round may have fewer batches
+        # than ranks, and the other ranks would wait.
+        size = math.ceil(of_rank / math.ceil(of_rank / most))
         for first in range(0, len(items), size * ranks):
             in_round = items[first : first + size * ranks]
             yield [in_round[start : start + size] for start in range(0, len(in_round), size)]

@@ -235,6 +235,13 @@ def test_a_batch_has_a_limited_number_of_values(monkeypatch: pytest.MonkeyPatch)
     assert len(shared) == len({*shared}) == len(hidden)
 
 
+def test_the_rounds_of_a_shape_have_batches_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "BATCH", 3 * 8 * 8)
+    hidden = [Hidden(nn.Parameter(torch.empty(8, 8)), 1) for _ in range(8)]
+    rounds = [list(map(len, batches)) for batches in share(hidden, 2)]
+    assert rounds == [[2, 2], [2, 2]]
+
+
 # ── State, settings and the built optimizer ──
 
 
