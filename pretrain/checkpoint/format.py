@@ -216,7 +216,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint at `folder`.
 
-    Raises InputError if the manifest is missing, damaged, or of an earlier version of the format.
+    Raises InputError if the manifest is missing or damaged.
     """
     path = folder / MANIFEST
     content = load_object(
@@ -227,13 +227,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: the file is damaged, because its content does not match its SHA-256"
         )
-    try:
-        return TypeAdapter(Manifest).validate_python(content)
-    except ValueError:
-        raise InputError(
-            f"{path}: the format of this checkpoint is too old; start a new run in another "
-            "`run_dir`"
-        ) from None
+    return TypeAdapter(Manifest).validate_python(content)
 
 
 # ── The assignment of blocks to ranks ──
@@ -304,15 +298,12 @@ def lay_out(
         file = f"{stem}-part-{written[rank] // PART_BYTES:03d}.safetensors"
         pieces[name].append(replace(block, file=file))
         written[rank] += sizes[name, block]
-    return {
-        name: TensorEntry(
-            DTYPE_NAMES[tensors[name].dtype],
-            tuple(tensors[name].shape),
-            tuple(parts),
-            checksums[name],
-        )
-        for name, parts in pieces.items()
-    }
+    entries = {}
+    for name, parts in pieces.items():
+        tensor = tensors[name]
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entries[name] = TensorEntry(dtype, tuple(tensor.shape), tuple(parts), checksums[name])
+    return entries
 
 
 # ── Writing ──
@@ -351,18 +342,19 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
         targets: Map names to the tensors to fill.
     """
     problems = [f"the checkpoint lacks {name}" for name in sorted(targets.keys() - index.keys())]
-    problems += [
-        f"only the checkpoint has {name}" for name in sorted(index.keys() - targets.keys())
-    ]
-    for name in sorted(targets.keys() & index.keys()):
-        saved = index[name]
-        target = targets[name]
-        dtypes = {DTYPES[saved.dtype], target.dtype}
-        is_convertible = len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
+    for name, saved in sorted(index.items()):
+        target = targets.get(name)
+        if target is None:
+            problems.append(f"only the checkpoint has {name}")
+            continue
+        dtype = DTYPES[saved.dtype]
+        both_float = dtype.is_floating_point and target.dtype.is_floating_point
+        is_convertible = both_float or dtype == target.dtype
         if saved.shape != tuple(target.shape) or not is_convertible:
+            here = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and "
-                f"{DTYPE_NAMES[target.dtype]} {list(target.shape)} in this run"
+                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and {here} in this "
+                "run"
             )
     return problems
 
@@ -398,8 +390,9 @@ def _slices(block: Piece, other: Piece) -> tuple[slice, ...]:
     `block` and `other` are blocks of the same tensor. If they do not overlap, the slices select
     nothing.
     """
-    # A negative index would count from the end of the block.
-    return tuple(
-        slice(max(first - offset, 0), max(first + size - offset, 0))
-        for offset, first, size in zip(block.offset, other.offset, other.shape, strict=True)
-    )
+    slices = []
+    for offset, first, size in zip(block.offset, other.offset, other.shape, strict=True):
+        start = first - offset
+        # A negative index would count from the end of the block.
+        slices.append(slice(max(start, 0), max(start + size, 0)))
+    return tuple(slices)

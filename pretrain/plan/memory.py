@@ -395,21 +395,20 @@ def fused_layer(
     statistics = 8 if isinstance(parts.norms[0], nn.LayerNorm) else 4
     gate_and_up = sizes[2] // hidden
     rotated = number * parts.heads.width if parts.head_norms else 0
-    operands = [
-        precision.operand_bytes if isinstance(precision, QuantizedPrecision) else number
-        for precision in precisions
-    ]
-    *_, gate_up, down = precisions
     # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
-    may_recompute_rotated = attention in ATTENTION_KERNELS
+    recomputed = rotated if attention in ATTENTION_KERNELS else 0
 
+    operands: list[float] = []
     unquantized = 0
     quantized_bytes = 0.0
     for precision, size in zip(precisions, sizes, strict=True):
         if isinstance(precision, QuantizedPrecision):
+            operands.append(precision.operand_bytes)
             quantized_bytes += layouts * (precision.weight_bytes or precision.operand_bytes) * size
         else:
+            operands.append(number)
             unquantized += size
+    *_, gate_up, down = precisions
     keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or not gate_up.quantized
     )
@@ -426,8 +425,7 @@ def fused_layer(
     if precisions[1].quantized:
         kept += operands[1] * query
     # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
-    if not may_recompute_rotated:
-        kept += rotated
+    kept += rotated - recomputed
     # The inputs of the activation function.
     kept += number * gate_and_up
     # The output of the activation function, if backward does not compute it again.
@@ -442,7 +440,7 @@ def fused_layer(
         unquantized_weights=number * unquantized,
         fused=True,
         keeps_codes=sum(sizes) - unquantized >= QUANTIZED_SHARE * sum(sizes),
-        rotated=rotated if may_recompute_rotated else 0,
+        rotated=recomputed,
     )
 
 
@@ -489,14 +487,15 @@ def compiled_layer(
     values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
+    weights = linears + experts + idle
     quantized = linears + (experts + idle) * quantized_share
-    is_quantized = quantized >= QUANTIZED_SHARE * (linears + experts + idle)
+    is_quantized = quantized >= QUANTIZED_SHARE * weights
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of the kept activations
         quantized_weights=layouts * round(quantized),
-        unquantized_weights=number * (linears + experts + idle),
+        unquantized_weights=number * weights,
         fused=False,
         keeps_codes=precision.quantized and is_quantized,
         experts_left_out=experts_left_out,

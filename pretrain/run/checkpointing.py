@@ -302,14 +302,13 @@ def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
     saved = source.record["progress"]
     # The number of discarded steps is checked by the place.
     expected = saved | {"steps": job.plan.steps, "left_out": state["left_out"]}
+    expected["place"] = state["place"]
     if all(change["step"] <= source.step for change in run.past["changed"]):
         tokens = saved["place"] * source.record["identity"]["data.length"]
         if source.is_of_another_stream(job):
             tokens = 0
         discarded = (state["left_out"] - saved["left_out"]) * job.plan.packs_per_step
         expected["place"] = math.ceil(tokens / job.recipe.data.length) + discarded
-    else:
-        expected["place"] = state["place"]
     return [
         f"{key} is {value:,}, not {expected[key]:,}"
         for key, value in state.items()
@@ -420,22 +419,24 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     path, record = _checkpoint_before(run.checkpoints, state)
     step = record["progress"]["step"]
     discarded = state.step - step
-    event: dict[str, Any] = {
+    rollbacks = run.health.state.rollbacks + 1
+    reason = f"step {state.step}: {reason}"
+    abandoned = []
+    if run.accelerator.is_main_process:
+        abandoned = [line for line in read_metrics(run.folder.path) if line["step"] > step]
+    event = {
         "step": step + 1,
         "event": "rollback",
-        "reason": f"step {state.step}: {reason}",
+        "reason": reason,
         "resumed_from": step,
-        "rollbacks": run.health.state.rollbacks + 1,
+        "rollbacks": rollbacks,
         "left_out": state.left_out + discarded,
-        "abandoned": [],
+        "abandoned": abandoned,
     }
-    if run.accelerator.is_main_process:
-        lines = read_metrics(run.folder.path)
-        event["abandoned"] = [line for line in lines if line["step"] > step]
+    skipped = plural(discarded, "step")
     run.console.warning(
-        f"{event['reason']}. Rollback {event['rollbacks']} of at most {MOST_ROLLBACKS}: the run "
-        f"goes back to {path}; the packs of {plural(discarded, 'step')} after step {step} are "
-        "skipped"
+        f"{reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: the run goes back to {path}; "
+        f"the packs of {skipped} after step {step} are skipped"
     )
     is_own = run.checkpoints.owns(path)
     return RollbackPoint(

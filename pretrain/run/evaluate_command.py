@@ -108,7 +108,9 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
     of the training packs.
     """
     return [
-        *(f"data.{key}=null" for key in ("source", "sources", "subset")),
+        "data.source=null",
+        "data.sources=null",
+        "data.subset=null",
         "data.split=train",
         "data.streaming=false",
         "data.held_out=0",
@@ -246,13 +248,11 @@ def _print_loss(
     precision: the name of the precision that the model computes in.
     """
     figures = held_out_figures(job, assembly.model, accelerator)
-    columns = [
-        f"  {precision:<8} {figures['held_out_loss']:.6f}",
-        f"perplexity {figures['held_out_perplexity']:.4g}",
-        f"over {figures['held_out_tokens']:,} tokens",
-    ]
+    columns = [f"  {precision:<8} {figures['held_out_loss']:.6f}"]
+    columns.append(f"perplexity {figures['held_out_perplexity']:.4g}")
     if "held_out_penalty" in figures:
-        columns.insert(2, f"penalty {figures['held_out_penalty']:.6f}")
+        columns.append(f"penalty {figures['held_out_penalty']:.6f}")
+    columns.append(f"over {figures['held_out_tokens']:,} tokens")
     console.notice("   ".join(columns))
 
 

@@ -166,7 +166,7 @@ def find_checkpoint(
         return ResumePoint(path, checkpoints.read_state(path), in_run_folder=checkpoints.owns(path))
     if checkpoints.damaged:
         raise InputError(
-            f"{checkpoints.folder}: every checkpoint is damaged or too old; "
+            f"{checkpoints.folder}: every checkpoint is damaged; "
             "set another `run_dir` to train from the beginning"
         )
     if branch_from is None:

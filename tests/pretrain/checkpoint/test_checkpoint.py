@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 
 from foundation.errors import InputError
-from foundation.files import hash_of
 from packing.order import splitmix64
 from pretrain.checkpoint import checkpoint, format
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
@@ -141,15 +139,6 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplo
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(checkpoints, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
-
-
-def test_a_checkpoint_without_checksums_of_tensors_is_refused(tmp_path):
-    path = save(Checkpoints(tmp_path, keep=1), 1) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["sha256"], manifest["model"]["scale"]["weighted_sum"]
-    path.write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
-    with pytest.raises(InputError, match=r"format of this checkpoint is too old; start"):
-        Checkpoints(tmp_path, keep=1).read_state(path.parent)
 
 
 def test_a_file_system_without_modes_is_supported(tmp_path, monkeypatch):
