@@ -71,6 +71,7 @@ _MESSAGE_KEYS = {"role", "content", "weight"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MESSAGES = "messages, each with a `role` and a `content`"
 _TOOLS = 'objects, each with the schema of a function: {"type": "function", "function": {...}}'
+_CALLS = "objects, each with the name and the arguments of a function"
 _CONVERT = "convert the chats with `datasets.map` (docs/data.md#chats has an example)"
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
@@ -293,6 +294,9 @@ class ChatColumns(Records):
             raise ValueError(
                 f"a message has a content that is not a text, but {shown(content)}; {_CONVERT}"
             )
+        # A template would write a call for each character of a JSON text.
+        if self._reads("tool_calls"):
+            _objects("message.tool_calls", values.get("tool_calls"), _CALLS)
         if values.get("weight", 1) not in (0, 1):
             raise ValueError("a message has a `weight` that is neither 0 nor 1")
         return values

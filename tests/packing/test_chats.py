@@ -322,6 +322,16 @@ def test_tools_of_another_form_are_refused_with_the_form(tools: Any) -> None:
         rule(TO_JSON).fill({"messages": [USER, ANSWER], "tools": tools})
 
 
+@pytest.mark.parametrize("calls", ['[{"name": "f"}]', ['{"name": "f"}'], {"name": "f"}], ids=str)
+def test_calls_in_json_are_refused_instead_of_written_by_characters(calls: Any) -> None:
+    template = "{% for m in messages %}{{ m.content }}"
+    template += "{% for call in m.tool_calls or [] %}[{{ call.name }}]{% endfor %}{% endfor %}"
+    chat = {"messages": [USER, ANSWER | {"tool_calls": calls}]}
+    with pytest.raises(ValueError, match=r"`message\.tool_calls` is not a list"):
+        rule(template).fill(chat)
+    assert rule(CHATML).fill(chat)
+
+
 @pytest.mark.parametrize(
     "code",
     [
