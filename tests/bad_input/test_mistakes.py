@@ -202,7 +202,7 @@ COMMANDS = {
     "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
-    "matrix {here}/matrix.yaml": "{here}/matrix.yaml: `cells` must map the name of each run",
+    "matrix {here}/matrix.yaml": "{here}/matrix.yaml: `cells`: Field required",
     "plan {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     **{
         command: "s3://bucket/x is an address, but a path on this machine is needed"
