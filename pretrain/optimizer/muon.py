@@ -45,7 +45,7 @@ from pretrain.optimizer.adamw import (
 )
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.product import LowPrecisionLinear
-from pretrain.precision.scope import LINEARS, ROUTERS, is_called, is_transposed
+from pretrain.precision.scope import LINEARS, is_router, is_transposed
 from pretrain.settings.recipe import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -117,21 +117,7 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     `hf` may be on the meta device, converted and sharded. Raises InputError if queries, keys and
     values, or experts, are stacked in an unknown layout, or if there is no matrix.
     """
-    # Map the name of each weight to the weight as one matrix. Experts in another layout than the
-    # usual one keep the dimension UNKNOWN. Convolutions of single channels are no matrices.
-    weights = {
-        name: Hidden(parameter, UNKNOWN)
-        for name, parameter in hf.named_parameters()
-        if parameter.dim() == 3 and min(parameter.shape) > 1
-    }
-    for name, module in stacked_experts(hf):
-        weights |= {f"{name}.{key}": Hidden(module.get_parameter(key), 2) for key in STACKS}
-    for layer_name, layer in decoder_layers(hf).items():
-        for name, module in layer.named_modules(prefix=layer_name):
-            is_router = any(is_called(name, pattern) for pattern in ROUTERS)
-            if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router:
-                weight: Any = module.weight
-                weights[name] = Hidden(weight, 0 if is_transposed(module) else 1)
+    weights = _unsplit_weights(hf)
     # Map the name of each module to its own weights, as (outputs, inputs).
     sizes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, item in weights.items():
@@ -162,6 +148,27 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
             "Muon could update; set `optimizer.name: adamw`"
         )
     return hidden
+
+
+def _unsplit_weights(hf: PreTrainedModel) -> dict[str, Hidden]:
+    """Map the name of each weight in the decoder layers of `hf` to the weight as one matrix.
+
+    Routers are omitted. Experts in another layout than the usual one have the dimension UNKNOWN.
+    Convolutions of single channels are no matrices.
+    """
+    weights = {}
+    for name, parameter in hf.named_parameters():
+        if parameter.dim() == 3 and min(parameter.shape) > 1:
+            weights[name] = Hidden(parameter, UNKNOWN)
+    for name, module in stacked_experts(hf):
+        for key in STACKS:
+            weights[f"{name}.{key}"] = Hidden(module.get_parameter(key), 2)
+    for layer_name, layer in decoder_layers(hf).items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router(name):
+                weight: Any = module.weight
+                weights[name] = Hidden(weight, 0 if is_transposed(module) else 1)
+    return weights
 
 
 def _module_of(name: str) -> str:

@@ -74,7 +74,7 @@ def decide(
     for name, (module, features) in features_by_name.items():
         if module is excluded:
             reason: str | None = "scope linear excludes the LM head"
-        elif module in kept and not _is_router(name):
+        elif module in kept and not is_router(name):
             reason = "keep_bf16_layers"
         else:
             reason = _reason_by_name(name, settings) or _unfit(features, precision.multiple_of)
@@ -96,13 +96,14 @@ def _no_groups(active: ActivePrecision, capability: tuple[int, int] | None) -> s
     return active.quantized_precision.no_groups_on(capability)
 
 
-def _is_router(name: str) -> bool:
+def is_router(name: str) -> bool:
+    """Return True if the layer `name` is a router of a mixture of experts."""
     return any(is_called(name, pattern) for pattern in ROUTERS)
 
 
 def _reason_by_name(name: str, settings: LowPrecisionSettings) -> str | None:
     """Return the reason why the layer `name` stays unquantized, whatever its position and shape."""
-    if _is_router(name):
+    if is_router(name):
         return "routers are not quantized"
     for pattern in settings.keep_bf16:
         if is_called(name, pattern):
