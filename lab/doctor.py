@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,8 @@ from lab.experiments.matrix_run import report_stop, run_all, say
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import find_configuration
 from pretrain.metrics.run_folder import version_of
-from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PRECISIONS, QUANTIZED
 from pretrain.settings.config import load_recipe
 
 # The recipe of all precisions.
@@ -38,40 +38,50 @@ def main(options: argparse.Namespace) -> int:
     If the hardware does not support a precision, it is emulated. A GPU trains such precisions only
     if they are in --precisions.
     """
+    say(machine())
     gpu = torch.cuda.is_available()
-    versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    device = torch.cuda.get_device_name() if gpu else "CPU"
-    say(f"{device}; {libraries}, CUDA {torch.version.cuda}")
     missing = missing_on("cuda" if gpu else "cpu")
-    # Map each precision to the reason why the hardware does not support it, or to None.
-    reasons = {
-        name: missing(precision) if isinstance(precision, QuantizedPrecision) else None
-        for name, precision in PRECISIONS.items()
-    }
-    names = options.precisions or [name for name in PRECISIONS if not (gpu and reasons[name])]
-    engines = {name: "emulation" if reasons[name] else "TE" for name in dict.fromkeys(names)}
+    reasons = {name: missing(precision) for name, precision in QUANTIZED.items()}
+    listed = list(dict.fromkeys(options.precisions or PRECISIONS))
+    tried = listed
+    if gpu and not options.precisions:
+        tried = [name for name in listed if not reasons.get(name)]
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        matrix = matrix_in(Path(folder), engines, "bf16" if gpu else "cpu")
+        matrix = matrix_in(Path(folder), tried, reasons, "bf16" if gpu else "cpu")
         with StopRequest(passed_on=True) as stop:
             outcomes = run_all(matrix, matrix.cells, stop)
     if stop.requested:
         return report_stop(stop.requested)
     say("")
-    results = {outcome.cell.name: "failed" for outcome in outcomes if not outcome.is_finished}
-    for name, reason in reasons.items():
-        if name in engines or not options.precisions:
-            engine = engine_of(name, reason) + ("" if name in engines else "; not tried")
-            say(f"{name}: {results.get(name, engine)}")
-    return int(bool(results))
+    failed = [outcome.cell.name for outcome in outcomes if not outcome.is_finished]
+    for name in listed:
+        result = engine_of(name, reasons.get(name))
+        if name in failed:
+            result = "failed"
+        elif name not in tried:
+            result += "; not tried"
+        say(f"{name}: {result}")
+    return int(bool(failed))
 
 
-def matrix_in(folder: Path, engines: dict[str, str], accelerate: str) -> Matrix:
+def machine() -> str:
+    """Return the name of the device and the versions of its libraries."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    packages = ("torch", "transformer-engine")
+    libraries = [f"{name} {version}" for name in packages if (version := version_of(name))]
+    return f"{device}; {', '.join(libraries)}, CUDA {torch.version.cuda}"
+
+
+def matrix_in(
+    folder: Path, names: Sequence[str], reasons: Mapping[str, str | None], accelerate: str
+) -> Matrix:
     """Write packs of random documents to `folder`, and return a matrix with a cell per precision.
 
     Args:
         folder: The folder of the packs and the runs.
-        engines: Map each precision to its engine, a value of `fp8_config.backend`.
+        names: Names of the precisions.
+        reasons: Map each quantized precision to the reason why the hardware does not support it,
+            or to None. With a reason, the precision is emulated.
         accelerate: Name of the Accelerate configuration.
     """
     recipe = load_recipe(RECIPE)
@@ -89,8 +99,11 @@ def matrix_in(folder: Path, engines: dict[str, str], accelerate: str) -> Matrix:
         accelerate=find_configuration(accelerate),
         overrides={"data.packs": str(folder / "packs")},
         cells={
-            name: {"precision": name, "fp8_config.backend": engine}
-            for name, engine in engines.items()
+            name: {
+                "precision": name,
+                "fp8_config.backend": "emulation" if reasons.get(name) else "TE",
+            }
+            for name in names
         },
         run_dir=f"{folder}/{{cell}}",
     )
@@ -104,4 +117,4 @@ def engine_of(name: str, reason: str | None) -> str:
     """
     if reason:
         return f"emulation; it {reason}"
-    return "transformer_engine" if PRECISIONS[name].quantized else "torch"
+    return "transformer_engine" if name in QUANTIZED else "torch"

@@ -57,9 +57,8 @@ from pretrain.precision.scope import LINEARS, Decision, check_scope, decide, qua
 from pretrain.precision.selection import make_engines, missing_on, select_precision
 from pretrain.precision.settings import (
     AMBIGUOUS_FP8,
-    PRECISIONS,
+    QUANTIZED,
     LowPrecisionSettings,
-    is_quantized,
 )
 from pretrain.run.assembly import REHEARSALS
 from pretrain.settings.config import load_recipe
@@ -168,11 +167,9 @@ def convert(
             "convert `get_base_model()`"
         )
     name = precision.removesuffix("+head")
-    quantized = [name for name in PRECISIONS if is_quantized(name)]
-    if name not in quantized:
-        meant = f"; {AMBIGUOUS_FP8}" if name == "fp8" else ""
+    if name not in QUANTIZED:
         raise InputError(
-            f"convert: {name!r} is none of the precisions {', '.join(quantized)}{meant}"
+            f"convert: {name!r} is none of the precisions {', '.join(QUANTIZED)}; {AMBIGUOUS_FP8}"
         )
     scope = "linear" if name == precision else "linear+head"
     defaults = {"on_unsupported": "emulate", "scope": scope}
@@ -211,13 +208,18 @@ def convert(
             for _ in range(REHEARSALS):
                 backward_of(model, calibrate_on)
         except BaseException:
-            # `named_modules` lists a module before its children.
-            for name, module in before.items():
-                if model.get_submodule(name) is not module:
-                    model.set_submodule(name, module)
-            del model.forward, model.precision_context
+            _restore(model, before)
             raise
     return Conversion(decisions, context)
+
+
+def _restore(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> None:
+    """Undo a conversion. `modules` are the modules of `model` before the conversion."""
+    # `named_modules` lists a module before its children.
+    for name, module in modules.items():
+        if model.get_submodule(name) is not module:
+            model.set_submodule(name, module)
+    del model.forward, model.precision_context
 
 
 def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -49,8 +49,8 @@ from lab.experiments.which_trainings import (
 from pretrain.launch.launcher import count_gpus, find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.optimizer.schedule import learning_rate
-from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.settings import PRECISIONS, phases_of
+from pretrain.precision.settings import QUANTIZED, phases_of
+from pretrain.run.command_checks import check_precisions
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -127,14 +127,10 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
     recipe = load_recipe(options.recipe, [*options.overrides, served])
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
-    names = options.precisions or list(PRECISIONS)
-    heads = [name + HEAD for name, precision in PRECISIONS.items() if precision.quantized]
-    unknown = [name for name in names if name not in (*PRECISIONS, *heads)]
-    if unknown or len(names) < 2 or len(set(names)) < len(names):
-        raise InputError(
-            f"--precisions {','.join(names)}: set at least two different precisions; choose them "
-            f"from {', '.join(PRECISIONS)}; unknown: {', '.join(unknown) or 'none'}"
-        )
+    check_precisions(options, *(name + HEAD for name in QUANTIZED))
+    names = options.precisions
+    if names and (len(names) < 2 or len(set(names)) < len(names)):
+        raise InputError(f"--precisions {','.join(names)}: set at least two different precisions")
     for key, _ in parse_overrides(options.overrides):
         if key in RESERVED:
             raise InputError(
@@ -171,26 +167,36 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
     if len(matrix.cells) < 2:
         raise InputError(f"{file}: at least two candidates are needed, the baseline first")
     keys = {key for cell in matrix.cells for key in cell.values}
-    of_recipe = {key for key in keys if not key.startswith(KEYS_OF_CANDIDATES)}
-    of_recipe |= keys & DEFAULT_SETTINGS.keys() - {"evaluate.merge"}
-    if options.served:
-        # All models are quantized alike.
-        of_recipe |= {key for key in keys if key.startswith("fp8_config.keep_bf16")}
+    of_recipe = [key for key in keys if not may_differ(key, served=options.served)]
     if of_recipe:
         raise InputError(
             f"{file}: candidates cannot set `{', '.join(sorted(of_recipe))}`; set it in the recipe"
         )
-    merging = [cell for cell in matrix.cells if cell.recipe.evaluate.merge > 1]
-    if matrix.baseline in merging or (merging and not options.steps):
-        raise InputError(
-            f"{file}: `evaluate.merge` averages checkpoints after `checkpoint.every` steps, so it "
-            "needs --steps, and the baseline cannot have it"
-        )
+    for cell in matrix.cells:
+        merges = cell.recipe.evaluate.merge > 1
+        if merges and (cell == matrix.baseline or not options.steps):
+            raise InputError(
+                f"{file}: `evaluate.merge` averages checkpoints after `checkpoint.every` steps, so "
+                "it needs --steps, and the baseline cannot have it"
+            )
     served = {"evaluate.served": options.served} if options.served else {}
     return {
         cell.name: {"precision": resolved(cell.recipe)["precision"]} | cell.values | served
         for cell in matrix.cells
     }
+
+
+def may_differ(key: str, *, served: str | None) -> bool:
+    """Return True if candidates may have other values of `key` than the baseline.
+
+    `served` is the precision in which all models are evaluated, or None.
+    """
+    if key == "evaluate.merge":
+        return True
+    if served and key.startswith("fp8_config.keep_bf16"):
+        # All models are quantized alike.
+        return False
+    return key.startswith(KEYS_OF_CANDIDATES) and key not in DEFAULT_SETTINGS
 
 
 # ── The protocol ──────────────────────────────────────────────────────────────────────────────────
@@ -357,7 +363,7 @@ def default_candidates(weights: str) -> list[str]:
     On a CPU, the only candidate is an emulated precision. The baseline is FP32 if `weights`, the
     recipe's setting, is "fp32", and BF16 otherwise.
     """
-    emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
+    emulated = next(iter(QUANTIZED))
     if not count_gpus():
         return ["fp32" if weights == "fp32" else "bf16", emulated]
     # Use a child process. It allocates GPU memory, which is released when the process ends.
@@ -372,11 +378,7 @@ def supported_precisions() -> list[str]:
     from pretrain.precision.selection import missing_on
 
     missing = missing_on("cuda")
-    return [
-        name
-        for name, precision in PRECISIONS.items()
-        if isinstance(precision, QuantizedPrecision) and missing(precision) is None
-    ]
+    return [name for name, precision in QUANTIZED.items() if missing(precision) is None]
 
 
 # ── Rounds ────────────────────────────────────────────────────────────────────────────────────────

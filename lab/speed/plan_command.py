@@ -26,8 +26,7 @@ from pretrain.plan.rendering import (
     model_lines,
     width,
 )
-from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.settings import BF16, PRECISIONS
+from pretrain.precision.settings import BF16, QUANTIZED
 from pretrain.run.data import open_data
 from pretrain.run.job import training_elsewhere
 from pretrain.settings.commands import USUAL
@@ -35,11 +34,7 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 # The quantized precisions that some GPU computes.
-ON_GPUS = [
-    name
-    for name, precision in PRECISIONS.items()
-    if isinstance(precision, QuantizedPrecision) and precision.hardware.capability
-]
+ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.capability]
 # The last column needs a price.
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (

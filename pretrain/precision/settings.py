@@ -36,11 +36,13 @@ WEIGHT_DTYPES: dict[Weights, str] = {
     "bf16_exact": "bfloat16",
 }
 
-# Map each precision's name to the precision. Tables and messages list precisions in this order.
-_QUANTIZED = [module.PRECISION for module in (delayed, current, block, mxfp8, nvfp4, mxfp4)]
-PRECISIONS: dict[str, Precision] = {
-    precision.name: precision for precision in (FP32, BF16, *_QUANTIZED)
+# Map each quantized precision's name to the precision.
+QUANTIZED: dict[str, QuantizedPrecision] = {
+    module.PRECISION.name: module.PRECISION
+    for module in (delayed, current, block, mxfp8, nvfp4, mxfp4)
 }
+# Map each precision's name to the precision. Tables and messages list precisions in this order.
+PRECISIONS: dict[str, Precision] = {FP32.name: FP32, BF16.name: BF16, **QUANTIZED}
 # Map the dtype of activations to the precision of a linear layer that is not quantized.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
 # Map each value of Accelerate's `mixed_precision` to a precision.

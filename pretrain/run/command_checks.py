@@ -16,7 +16,7 @@ from packing.store import all_sources, find_splits
 from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
 from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
-from pretrain.precision.settings import PRECISIONS, phases_of
+from pretrain.precision.settings import PRECISIONS, QUANTIZED, phases_of
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import branch_checkpoint, load_recipe
 from pretrain.settings.recipe import Recipe
@@ -117,7 +117,7 @@ def check_gap(options: argparse.Namespace) -> None:
     names = options.precisions or [
         name for _, name in phases_of(load_recipe(run_dir / "config.yaml").precision)
     ]
-    options.precisions = [name for name in names if PRECISIONS[name].quantized]
+    options.precisions = [name for name in names if name in QUANTIZED]
     if not options.precisions:
         raise InputError(
             f"{run_dir}: the run has no low precision; set --precisions, for example to delayed"

@@ -32,6 +32,7 @@ from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import (
     OPTIONS,
     PRECISIONS,
+    QUANTIZED,
     ActivePrecision,
     configured,
     shortest_phases,
@@ -130,7 +131,7 @@ def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence
     shapes = build_on_meta(load_config(recipe.model))
     supported: list[str] = []
     skipped: list[str] = []
-    for name in [name for name, precision in PRECISIONS.items() if precision.quantized]:
+    for name in QUANTIZED:
         try:
             precision = configured(name, recipe.fp8_config)
             check_precision(ActivePrecision(name, precision, "emulation"), recipe, shapes)

@@ -94,9 +94,9 @@ def test_too_few_hours_leave_no_protocol(small_recipe: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "train", "message"),
     [
-        (["--precisions", "fp32"], {}, "--precisions"),
-        (["--precisions", "fp32,delayd"], {}, "; unknown: delayd$"),
-        (["--precisions", "bf16,bf16+head"], {}, "; unknown: bf16[+]head$"),
+        (["--precisions", "fp32"], {}, "--precisions fp32: set at least two"),
+        (["--precisions", "fp32,delayd"], {}, "--precisions: delayd: unknown; choose from fp32"),
+        (["--precisions", "bf16,bf16+head"], {}, "--precisions: bf16[+]head: unknown"),
         (["fp8_config.scope=linear+head"], {}, "fp8_config.scope"),
         (["train.steps=9"], {}, "train.steps.*--steps"),
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
