@@ -111,8 +111,24 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
     with explaining_transformers(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
+    _check_effects(config, values, changes, over_source=bool(stored))
+    return config
+
+
+def _check_effects(
+    config: PretrainedConfig,
+    values: dict[str, Any],
+    changes: dict[str, Any],
+    *,
+    over_source: bool,
+) -> None:
+    """Raise InputError if a key in `changes` has no effect on `config`.
+
+    `values` and `over_source` are as in `_has_effect`.
+    """
+    kind = type(config)
     for key in changes:
-        if not _has_effect(kind, values, key, over_source=bool(stored)):
+        if not _has_effect(kind, values, key, over_source=over_source):
             near = _nearest(key, {*config_values(kind, {}), *kind.attribute_map} - {key})
             raise InputError(
                 f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
@@ -131,7 +147,6 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             f"`model.config`: `factor: {rope['factor']}` has no effect with "
             "`rope_type: default`; either set another `rope_type`, such as linear, or remove it"
         )
-    return config
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:

@@ -30,17 +30,16 @@ from pretrain.model.configuration import (
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
 )
-# Names of RoPE parameters in transformers 4, by the layers that they describe, and the new names.
+# Map the names of RoPE parameters in transformers 4 to the new names. The first names describe all
+# layers, or those with full attention, and the second names the layers with sliding attention.
 _OLD_ROPE_KEYS = {
-    "full_attention": {
-        "rope_theta": "rope_theta",
-        "rotary_emb_base": "rope_theta",
-        "global_rope_theta": "rope_theta",
-        "partial_rotary_factor": "partial_rotary_factor",
-        "rotary_pct": "partial_rotary_factor",
-    },
-    "sliding_attention": {"rope_local_base_freq": "rope_theta", "local_rope_theta": "rope_theta"},
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "global_rope_theta": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rotary_pct": "partial_rotary_factor",
 }
+_OLD_SLIDING_KEYS = {"rope_local_base_freq": "rope_theta", "local_rope_theta": "rope_theta"}
 # RoPE scaling that transformers 4 accepts for some model types only with `type` instead of
 # `rope_type`, and without further keys.
 _STRICT_SCALING = {
@@ -114,34 +113,52 @@ def old_keys(config: PretrainedConfig) -> dict[str, Any]:
     # llama.cpp and mlx-lm read GPT-2's `n_ctx`, which its class no longer has.
     names = {"torch_dtype": "dtype", "n_ctx": "n_positions"} | kind.attribute_map
     of_class = config_values(kind, {})
-    old = {
-        name: values[key] for name, key in names.items() if key in values and name not in of_class
-    }
-    if not (rope := values.get("rope_parameters")):
-        return old
-    rope_keys: dict[str, Any] = {}
-    for layers, old_names in _OLD_ROPE_KEYS.items():
-        # In most models, all layers have the same parameters.
-        parameters = rope.get(layers, rope) or {}
-        rope_keys |= {name: parameters[key] for name, key in old_names.items() if key in parameters}
-    parameters = rope.get("full_attention", rope) or {}
-    scaling = {key: value for key, value in parameters.items() if key not in rope_keys}
+    old = _renamed(values, {name: key for name, key in names.items() if name not in of_class})
+    if values.get("rope_parameters"):
+        old |= _old_rope_keys(kind, values)
+    return old
+
+
+def _renamed(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `values` under their old names. `names` maps each old name to the key in `values`."""
+    return {name: values[key] for name, key in names.items() if key in values}
+
+
+def _old_rope_keys(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys from which transformers 4 reads the RoPE parameters.
+
+    Return {} if these keys cannot describe the parameters of all layers. `values` is the content of
+    config.json.
+    """
+    rope = values["rope_parameters"]
+    # In most models, all layers have the same parameters.
+    full = rope.get("full_attention", rope) or {}
+    sliding = rope.get("sliding_attention", rope) or {}
+    rope_keys = _renamed(full, _OLD_ROPE_KEYS) | _renamed(sliding, _OLD_SLIDING_KEYS)
+    scaling = {key: value for key, value in full.items() if key not in rope_keys}
     # Published files have null if the embedding is not scaled.
     rope_keys["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    without_rope = {key: value for key, value in values.items() if key not in rope_keys}
-    old_rope = {}
-    for key, value in rope_keys.items():
-        # The class either removes a key that it reads, or derives `rope_parameters` from the key.
-        is_removed = key not in config_values(kind, without_rope | {key: value})
-        if is_removed or has_reaction(kind, without_key("rope_parameters", without_rope), key):
-            old_rope[key] = value
+    new_values = {key: value for key, value in values.items() if key not in rope_keys}
+    old_rope = {
+        key: value for key, value in rope_keys.items() if _reads(kind, new_values, key, value)
+    }
     # A class whose layers have different parameters may apply an old key to all of them.
-    if not is_same(kind, without_rope, without_rope | old_rope):
-        return old
+    if not is_same(kind, new_values, new_values | old_rope):
+        return {}
     strict = _STRICT_SCALING.get(kind.model_type)
     if scaling.keys() - {"type", "original_max_position_embeddings"} == strict:
         old_rope["rope_scaling"] = {key.removeprefix("rope_"): scaling[key] for key in strict}
-    return old | old_rope
+    return old_rope
+
+
+def _reads(kind: type[PretrainedConfig], values: dict[str, Any], key: str, value: Any) -> bool:
+    """Return True if the configuration class reads a RoPE parameter from `key`.
+
+    The class either removes a key that it reads, or derives `rope_parameters` from the key.
+    `values` is the content of config.json without old keys.
+    """
+    is_removed = key not in config_values(kind, values | {key: value})
+    return is_removed or has_reaction(kind, without_key("rope_parameters", values), key)
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
