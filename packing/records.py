@@ -215,33 +215,21 @@ class ChatColumns(Records):
         message that the template does not write.
         """
         chat = self._chat(record)
-        turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
-        if chat and not turns:
+        answers = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+        if chat and not answers:
             raise ValueError("the chat has no answer: it has no message with the role `assistant`")
-        trained = [number for number in turns if self._has_loss(chat[number])]
+        trained = [number for number in answers if self._has_loss(chat[number])]
         if not trained:
             return None
         tools = self._tools(record)
         chat = self._with_arguments([_with_reasoning(message) for message in chat], tools)
-        text, spans = self._render(chat, tools)
-        for number, message in enumerate(chat):
-            must_be_written = message["role"] != "assistant" and _words(message)
-            if must_be_written and not self._is_written(chat, number, text, tools):
-                raise ValueError(
-                    f"the chat template does not write message {number + 1}, whose role is "
-                    f"{message['role']}; either give the message another role, or set "
-                    "data.chat_template to another template"
-                )
+        text, passages = self._render(chat, tools)
+        self._check_prompts(chat, text, tools)
         trained = [number for number in trained if self._is_written(chat, number, text, tools)]
-        if not _MARKED.search(self.template):
+        if _MARKED.search(self.template):
+            spans = _passages_of(trained, answers, passages)
+        else:
             spans = self._after_prompts(chat, trained, text, tools)
-        elif trained != turns:
-            if len(spans) != len(turns):
-                raise ValueError(
-                    f"the chat template marks {len(spans)} passages in {len(turns)} answers, so "
-                    "answers without a loss cannot be identified; mark one passage in each answer"
-                )
-            spans = [span for number, span in zip(turns, spans, strict=True) if number in trained]
         spans = [(start, end) for start, end in spans if start < end]
         if not spans:
             raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
@@ -335,6 +323,20 @@ class ChatColumns(Records):
             return _change_arguments(chat, _as_text)
         return objects
 
+    def _check_prompts(self, chat: list[dict[str, Any]], text: str, tools: Any) -> None:
+        """Raise ValueError if the template does not write a message that is no answer.
+
+        The arguments are those of `_is_written`.
+        """
+        for number, message in enumerate(chat):
+            must_be_written = message["role"] != "assistant" and _words(message)
+            if must_be_written and not self._is_written(chat, number, text, tools):
+                raise ValueError(
+                    f"the chat template does not write message {number + 1}, whose role is "
+                    f"{message['role']}; either give the message another role, or set "
+                    "data.chat_template to another template"
+                )
+
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return True if the template writes the content of message `number` of a chat.
 
@@ -421,6 +423,27 @@ class ChatColumns(Records):
             ) from None
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
+
+
+def _passages_of(
+    trained: list[int], answers: list[int], passages: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the marked passages of the answers that have a loss.
+
+    Args:
+        trained: Indices of the answers that have a loss.
+        answers: Indices of all answers.
+        passages: Spans that the template marks in all answers.
+    """
+    if trained == answers:
+        return passages
+    if len(passages) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(passages)} passages in {len(answers)} answers, so "
+            "answers without a loss cannot be identified; mark one passage in each answer"
+        )
+    by_answer = dict(zip(answers, passages, strict=True))
+    return [by_answer[number] for number in trained]
 
 
 def _marked(ids: Any, offsets: Any, spans: list[tuple[int, int]]) -> np.ndarray:
