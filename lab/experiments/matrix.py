@@ -35,19 +35,19 @@ def write_report(matrix: Matrix) -> str:
     than it is. If no two cells differ only in their seeds, and all were evaluated on the same data,
     the first line names the cell with the lowest held-out loss.
     """
-    records = {cell.name: cell.record() for cell in (matrix.baseline, *matrix.cells)}
-    ended = {
-        name: run
-        for name, run in records.items()
-        if run and (run.is_finished or "halted" in run.summary)
-    }
-    # The baseline, or else the first finished cell that differs from it only in its seed.
-    settings = matrix.baseline.but_for_seed
-    seeds = [cell.name for cell in matrix.cells if cell.but_for_seed == settings]
-    base = next((run for name, run in ended.items() if name in seeds and run.is_finished), None)
+    baseline = matrix.baseline
+    ended: list[RunRecord] = []
+    base = None
+    for cell in sorted(matrix.cells, key=lambda cell: cell != baseline):
+        run = cell.record()
+        if run and run.has_ended:
+            ended.append(run)
+            # The baseline, or else the first finished cell that differs from it only in its seed.
+            if base is None and run.is_finished and cell.but_for_seed == baseline.but_for_seed:
+                base = run
     if base is None:
-        return f"There is no report, because the baseline {matrix.baseline.name} is not finished."
-    runs = sorted(ended.values(), key=lambda run: [run is not base, *_place(run)])
+        return f"There is no report, because the baseline {baseline.name} is not finished."
+    runs = sorted(ended, key=lambda run: [run is not base, *_place(run)])
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
@@ -56,11 +56,11 @@ def write_report(matrix: Matrix) -> str:
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
     best = min(runs, key=_place)
-    has_one_seed = all(len(group.runs) == 1 for group in report.seeds.results)
+    has_one_seed = len(report.seeds.results) == len(runs)
     on_same_data = all(same_held_out(best, run) for run in runs)
     if has_one_seed and on_same_data and "held_out_loss" in best.summary:
         parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
-    if missing := len(records) - len(runs):
+    if missing := len(matrix.cells) - len(runs):
         parts.append(
             f"{missing} of {len(matrix.cells)} cells are not finished, so this report does not "
             "include them."

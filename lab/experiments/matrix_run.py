@@ -47,6 +47,11 @@ class Outcome:
     # Seconds from the start of the cell to its end. 0 if the call has not started the cell.
     seconds: float = 0.0
 
+    @classmethod
+    def before(cls, cell: Cell) -> Outcome:
+        """Return the result of a cell that this call of `run_all` has not started."""
+        return cls(cell, "finished before" if cell.is_finished() else "not started")
+
     @property
     def is_finished(self) -> bool:
         """Return True if the status is "finished" or "finished before"."""
@@ -102,34 +107,23 @@ def run_all(
         is_fatal: Function that returns True for a result after which no other cell is started.
     """
     wait_for_earlier_start([cell.log for cell in cells], stop)
-    outcomes = {
-        cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
-        for cell in cells
-    }
+    outcomes = {cell.name: Outcome.before(cell) for cell in cells}
     waiting = [cell for cell in cells if not outcomes[cell.name].is_finished]
     running: list[StartedCell] = []
     at_once = min(matrix.at_once, len(waiting))
-    gpus = matrix.settings.gpus or 0
-    usable = len(visible_gpus())
-    if waiting and gpus > usable:
-        raise InputError(
-            f"`gpus: {gpus}`: only {plural(usable, 'GPU')} can be used; either set `gpus` (--gpus) "
-            "to a smaller number, or list more GPUs in CUDA_VISIBLE_DEVICES"
-        )
-    for cell in waiting:
-        check_sources(cell.recipe.data)
-        check_ours(cell.run_dir)
-        cell.check_folder()
+    shares_device = at_once > (matrix.slots or 1)
+    check_cells(matrix, waiting)
     try:
-        while running or (waiting and not stop.requested):
+        while True:
             while len(running) < at_once and not stop.requested:
                 ready = next_of(waiting, alone=not running)
                 if ready is None:
                     break
                 waiting.remove(ready)
-                shares_device = at_once > (matrix.slots or 1)
                 running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
+            if not running:
+                break
             _pass_on_signals(running, stop)
             for started in list(running):
                 if started.training.has_ended():
@@ -146,6 +140,21 @@ def run_all(
         for started in running:
             started.training.signal(signal.SIGTERM)
     return list(outcomes.values())
+
+
+def check_cells(matrix: Matrix, waiting: Sequence[Cell]) -> None:
+    """Raise InputError for the reasons that `run_all` lists. `waiting` are the cells to start."""
+    gpus = matrix.settings.gpus or 0
+    usable = len(visible_gpus())
+    if waiting and gpus > usable:
+        raise InputError(
+            f"`gpus: {gpus}`: only {plural(usable, 'GPU')} can be used; either set `gpus` (--gpus) "
+            "to a smaller number, or list more GPUs in CUDA_VISIBLE_DEVICES"
+        )
+    for cell in waiting:
+        check_sources(cell.recipe.data)
+        check_ours(cell.run_dir)
+        cell.check_folder()
 
 
 def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest | None = None) -> None:

@@ -242,9 +242,9 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
     run = cell.record()
-    if run is None or run.is_finished:
-        return run is not None
-    return "halted" in run.summary and is_candidate(matrix, cell)
+    if run is None:
+        return False
+    return run.has_ended if is_candidate(matrix, cell) else run.is_finished
 
 
 def check_gpu_is_free(matrix: Matrix) -> None:

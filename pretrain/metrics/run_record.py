@@ -361,6 +361,11 @@ class RunRecord:
         """
         return self.written_summary.get("steps") == self.summary["steps"] and not self.is_unfinished
 
+    @property
+    def has_ended(self) -> bool:
+        """Return True if the run is finished or was halted, so that it cannot continue."""
+        return self.is_finished or "halted" in self.summary
+
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
 
