@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,30 +140,12 @@ def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
 
 
 def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
-    """Return notes that explain the tables of the report.
-
-    A run with another seed than the baseline has no note about their pairing.
-    """
-    notes = []
-    for compared in compared_runs:
-        run = compared.run
-        if run.failure:
-            reason = run.summary.get("halted", "it has no result at the end of training")
-            notes.append(f"{compared.label} {run.failure}: {reason}")
-        elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
-            notes.append(
-                f"{compared.label} is not paired with {compared.base.name}, so their training "
-                f"losses are not compared: {compared.not_paired}."
-            )
-        if run.changed_settings:
-            changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
-            notes.append(
-                f"{compared.label} changed its settings during training: {'; '.join(changes)}."
-            )
+    """Return notes that explain the tables of the report."""
+    notes = list(itertools.chain.from_iterable(map(_notes_on_run, compared_runs)))
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")
-    if len(runs) > 1 and all(len(run.steps) * LAST_SHARE < FEWEST_STEPS for run in runs):
+    if len(runs) > 1 and max(len(run.steps) for run in runs) * LAST_SHARE < FEWEST_STEPS:
         notes.append(
             f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps. They show nothing "
             "about the effect of a setting or a precision on the loss of a longer training."
@@ -175,6 +157,25 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
             "better."
         )
     return notes
+
+
+def _notes_on_run(compared: ComparedRun) -> Iterator[str]:
+    """Yield notes on the training of one run.
+
+    A run with another seed than the baseline has no note about their pairing.
+    """
+    run = compared.run
+    if run.failure:
+        reason = run.summary.get("halted", "it has no result at the end of training")
+        yield f"{compared.label} {run.failure}: {reason}"
+    elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
+        yield (
+            f"{compared.label} is not paired with {compared.base.name}, so their training losses "
+            f"are not compared: {compared.not_paired}."
+        )
+    if run.changed_settings:
+        changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
+        yield f"{compared.label} changed its settings during training: {'; '.join(changes)}."
 
 
 def group_names(runs: Sequence[RunRecord]) -> list[str]:

@@ -47,14 +47,17 @@ PANELS = {
     "learning rate": "learning_rate",
     "frozen updates": "frozen_updates",
 }
-# Titles of the vertical axes. A learning rate has no unit.
-UNITS = {
-    "training loss": "nats per token",
-    "held-out loss": "nats per token",
-    AGAINST: "nats per token",
-    "gradient norm": "L2 norm, log scale",
-    "frozen updates": "% of the parameters",
+# Options of plotly's vertical axes. A learning rate has no unit.
+_LOSS_AXIS = {"title": "nats per token"}
+AXES = {
+    "training loss": _LOSS_AXIS,
+    "held-out loss": _LOSS_AXIS,
+    AGAINST: _LOSS_AXIS,
+    "gradient norm": {"title": "L2 norm, log scale", "type": "log"},
+    "frozen updates": {"title": "% of the parameters"},
 }
+# Factors of the values in metrics.jsonl, which has a share of the parameters.
+SCALES = {"frozen updates": 100}
 # Panels whose curves are smoothed.
 SMOOTHED = ("training loss", AGAINST, "gradient norm", "frozen updates")
 # Panels with values at only a few steps. Each value is drawn as a point.
@@ -151,8 +154,8 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
 
     in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
     curves = [curves_of(compared) for compared in compared_runs]
-    panels = [panel for panel in PANELS if any(panel in by_panel for by_panel in curves)]
-    has_legend = len(compared_runs) > 1
+    drawn_panels = set().union(*curves)
+    panels = [panel for panel in PANELS if panel in drawn_panels]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
@@ -167,33 +170,31 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             x = steps[drawn]
             if in_tokens:
                 x = x * compared.run.tokens_per_step
-            y = values[drawn]
-            if panel == "frozen updates":
-                # metrics.jsonl has a share. The axis shows percent.
-                y = 100 * y
             has_points = panel in POINTS or len(steps) == 1
             line = {"color": compared.colour, "dash": compared.dash, "width": 1.5}
             figure.add_scatter(
                 x=x,
-                y=y,
+                y=SCALES.get(panel, 1) * values[drawn],
                 name=escape(compared.label),
                 legendgroup=compared.label,
                 mode="lines+markers" if has_points else "lines",
                 line=line,
                 # Each run has one entry in the legend.
-                showlegend=has_legend and row == 1,
+                showlegend=row == 1,
                 row=row,
                 col=1,
             )
         # An exponent such as 1e-5 is clearer than plotly's default, 10µ.
-        figure.update_yaxes(title=UNITS.get(panel), exponentformat="e", row=row, col=1)
-        if panel == "gradient norm":
-            figure.update_yaxes(type="log", row=row, col=1)
-        elif panel in ("training loss", AGAINST):
+        figure.update_yaxes(AXES.get(panel), exponentformat="e", row=row, col=1)
+        if panel in ("training loss", AGAINST):
             shown = [by_panel[panel][1] for by_panel in curves if panel in by_panel]
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
-    return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
+    return figure.update_layout(
+        height=80 + 270 * len(panels),
+        hovermode="x unified",
+        showlegend=len(compared_runs) > 1,
+    )
 
 
 def audit_of(run: RunRecord) -> list[str]:

@@ -25,7 +25,7 @@ from lab.compare.differences import (
     fewest_seeds,
 )
 from lab.compare.fairness import same_held_out
-from pretrain.metrics.run_record import LOSS_KEY
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 # Map the keys of summary.json whose values can be compared to their names in tables. The first
 # loss that all runs have is compared.
@@ -96,10 +96,6 @@ class SeedComparison:
     def over(cls, compared_runs: Sequence[ComparedRun], margin: float = MARGIN) -> SeedComparison:
         """Compare each group of runs that differ only in their seeds with the first group.
 
-        Losses in the precision `evaluate.served` are compared if all finished runs have one in the
-        same precision. Otherwise held-out losses are compared if all finished runs have one.
-        Otherwise the training losses are compared.
-
         Args:
             compared_runs: The runs, which must be comparable except for their seeds. The group of
                 the first run is the baseline.
@@ -109,14 +105,7 @@ class SeedComparison:
         for compared in compared_runs:
             groups.setdefault(compared.group, {})[compared.run.config["seed"]] = compared
         error = error_of(max(1, len(groups) - 1))
-        runs = [compared.run for compared in compared_runs]
-        finished = [run for run in runs if not run.failure and not run.is_unfinished]
-        served = {run.config.get("evaluate", {}).get("served") for run in finished}
-        # LOSSES begins with the loss that is preferred.
-        loss_keys = [key for key in LOSSES if all(key in run.summary for run in finished)]
-        if len(served) != 1 and "served_loss" in loss_keys:
-            loss_keys.remove("served_loss")
-        loss_key = next(iter(loss_keys), LOSS_KEY)
+        loss_key = _compared_loss([compared.run for compared in compared_runs])
         held_out = loss_key != LOSS_KEY
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
@@ -200,6 +189,20 @@ class SeedComparison:
             return base.name
         results = "; ".join(f"{group.name} ({group.result})" for group in compared)
         return f"Against {base.name}, margin ± {100 * self.margin:g} %: {results}."
+
+
+def _compared_loss(runs: Sequence[RunRecord]) -> str:
+    """Return the key of the loss that is compared, the first key in LOSSES that suits all runs.
+
+    All finished runs must have the loss. Losses as served must have the same precision.
+    """
+    finished = [run for run in runs if not run.failure and not run.is_unfinished]
+    served = {run.config.get("evaluate", {}).get("served") for run in finished}
+    for key in LOSSES:
+        is_comparable = key != "served_loss" or len(served) == 1
+        if is_comparable and all(key in run.summary for run in finished):
+            return key
+    return LOSS_KEY
 
 
 def _compare(

@@ -177,9 +177,9 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     pairs = [(runs[protocol.base], runs[name]) for runs in rounds if name in runs]
     if not pairs:
         return Verdict(name)
-    failures = [run.failure for _, run in pairs if run.failure]
-    if failures:
-        return Verdict(name, word=f"broke off: {failures[0]}")
+    for _, run in pairs:
+        if run.failure:
+            return Verdict(name, word=f"broke off: {run.failure}")
     held_out = _difference(pairs, "served_loss" if protocol.served else "held_out_loss")
     word = held_out.verdict(protocol.margin, protocol.error)
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
@@ -191,10 +191,8 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     clearly_falls = slopes is not None and slopes[1] < 0
     if clearly_falls:
         verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
-    # The speed of an emulated precision is not known.
-    speedups = [ratio for base, run in pairs if (ratio := speed_ratio(base, run))]
-    if len(speedups) == len(pairs):
-        speedup = Sample(dict(zip(held_out.by_seed, speedups, strict=True)))
+    speedup = _speedup(pairs)
+    if speedup is not None:
         speeds = [run.summary["tokens_per_second"] for _, run in pairs]
         verdict.tokens_per_second = statistics.median(speeds)
         verdict.speedup = speedup.mean
@@ -258,6 +256,21 @@ def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossD
     """
     by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
     return LossDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
+
+
+def _speedup(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> Sample | None:
+    """Return the candidate's speed divided by the baseline's speed.
+
+    Return None if a speed is not known, because the precision is emulated. The pairs are as in
+    `_difference`.
+    """
+    by_seed = {}
+    for base, run in pairs:
+        ratio = speed_ratio(base, run)
+        if ratio is None:
+            return None
+        by_seed[run.config["seed"]] = ratio
+    return Sample(by_seed)
 
 
 def loss_slope(run: RunRecord) -> float:
