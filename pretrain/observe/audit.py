@@ -26,6 +26,7 @@ from packing.batch import StepBatches
 from pretrain.metrics.run_record import observed_layers
 from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
+from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.sharding import Sharding
 from pretrain.observe.history_check import watching_histories
@@ -67,11 +68,21 @@ def audit_products(
     fused = packed.fused.members if packed.fused else {}
     routers = {module for router in packed.routing.routers for module in router.modules()}
     low = quantized_names(decisions) if active.precision.quantized else set()
-    observer = ModelObserver(packed.hf)
+    multiplied = _multiplied(packed.hf)
+    # Find products that should not be there. A low-precision LM head is an exception, because its
+    # forward may also multiply operands by a Hadamard matrix.
+    observer = ModelObserver(
+        packed.hf,
+        complete={
+            name
+            for name, (module, _) in multiplied.items()
+            if not (name in low and isinstance(module, LossHead))
+        },
+    )
     with torch.compiler.set_stance("force_eager"), observer.observing():
         compute_loss().backward()
     entries = []
-    for name, (module, weight) in _multiplied(packed.hf).items():
+    for name, (module, weight) in multiplied.items():
         observed = observer.products.get(name, ())
         # The code of fused layers and of grouped experts announces each product (`watched`).
         is_announced = name in fused or isinstance(module, GroupedExperts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,8 +124,14 @@ class _Origin(NamedTuple):
 class ModelObserver(ProductObserver):
     """Observer that records every product of a model, inside and outside of `watched` blocks."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, complete: Container[str] = ()) -> None:
+        """Create an observer of `model`.
+
+        complete: the names of modules in whose forward every product counts as a product with the
+            weight, so that the caller finds products that should not be there.
+        """
         super().__init__()
+        self._complete = complete
         self._modules = {
             name.replace("_orig_mod.", ""): module for name, module in model.named_modules()
         }
@@ -195,6 +201,8 @@ class ModelObserver(ProductObserver):
         if gemm is None:
             with_weight = "forward" if self._stack or node is None else "dgrad"
             gemm = with_weight if owners else _gemm_of(operands, self._modules[name], with_weight)
+            if self._stack and name in self._complete:
+                gemm = "forward"
         left, right = (
             operand_kind(operand, scale) + origin.fp8
             for operand, scale, origin in zip(operands, scales, origins, strict=True)

@@ -253,6 +253,26 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     )
 
 
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_another_product_in_the_forward_of_a_linear_is_found(
+    is_quantized: bool, small: Callable
+) -> None:
+    run = small(keep_bf16=() if is_quantized else ("up_proj",))
+    name = "model.layers.0.mlp.up_proj"
+    module = run.packed.hf.get_submodule(name)
+    forward = module.forward
+
+    def with_correction(x: Tensor) -> Tensor:
+        correction = x.detach().float() @ torch.ones(x.shape[-1], 3)
+        return forward(x) + correction.sum(-1, keepdim=True).to(x)
+
+    module.forward = with_correction
+    found = "forward float32 x float32" if is_quantized else "bfloat16 x float32"
+    assert f"1 of 15 modules did not compute in this precision: {name} ({found})" in refusal(
+        run.audit
+    )
+
+
 @pytest.fixture
 def mixture(small: Callable) -> Callable:
     return partial(small, kind="qwen3_moe")
