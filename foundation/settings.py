@@ -363,8 +363,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
     * `null` means None. `parse` refuses None for a key that needs a value.
-    * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
-      holds only lists, any other text becomes a list with one element.
+    * If the key may also hold a list, a text that begins with `[` is parsed as a list.
+    * If the key holds only lists, any other text becomes a list with one element.
 
     Raises InputError if `text` is not YAML or is empty. A text from an unset shell variable is
     empty, and YAML would read the empty text as null.
@@ -378,8 +378,10 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     field = _section(cls, parents).model_fields.get(name)
     members = set(_members(field.annotation)) if field else set()
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
-    if text != "null" and not (lists and text.lstrip().startswith("[")):
-        if lists and members == lists:
+    is_list = bool(lists) and text.lstrip().startswith("[")
+    if text != "null" and not is_list:
+        holds_only_lists = bool(lists) and members == lists
+        if holds_only_lists:
             return [text]
         if members & {str, Path}:
             return text

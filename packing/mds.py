@@ -190,13 +190,13 @@ class MDSPacks(Packs):
         self._end_token: int | None = None
         if tokenizer and not has_lengths and sample.keys().isdisjoint(BOUNDARIES):
             self._end_token = load_tokenizer(tokenizer).special.get("eos")
-        self._begins = False
+        self._eos_begins = False
         notes = []
         if unread := [name for name in sample if name not in TOKEN_COLUMNS]:
             notes.append(f"{path}: columns not read: {', '.join(unread)}")
         if self._end_token is not None:
-            self._begins = bool(np.ravel(tokens)[0] == self._end_token)
-            notes.append(rule_of_eos(path, self._end_token, begins=self._begins))
+            self._eos_begins = bool(np.ravel(tokens)[0] == self._end_token)
+            notes.append(rule_of_eos(path, self._end_token, begins=self._eos_begins))
         self.notes = notes
         self.fingerprint = self._fingerprint()
         # Read a pack, so that a wrong length or dtype raises InputError at the start.
@@ -210,7 +210,8 @@ class MDSPacks(Packs):
             content.append([shard.samples, shard.layout, hashes])
         if self._end_token is not None:
             content.append(self._end_token)
-        if self._begins:
+        # Other packs keep the hash that they had before EOS could begin documents.
+        if self._eos_begins:
             content.append("begins")
         return hash_of(content)
 
@@ -242,7 +243,7 @@ class MDSPacks(Packs):
                 f"set data.length={len(ids)} if all samples have this length"
             )
         if self._end_token is not None:
-            starts = starts_of_documents(ids == self._end_token, begins=self._begins)
+            starts = starts_of_documents(ids == self._end_token, begins=self._eos_begins)
             columns["document_ids"] = np.cumsum(starts)
         with as_input_error((ValueError,), where):
             numbers = number_documents(len(ids), columns)

@@ -315,11 +315,14 @@ class ChatColumns(Records):
         texts = _change_arguments(objects, _as_text)
         if objects == texts:
             return chat
-        with_objects, with_texts, in_python = (
-            self._text(messages, tools)
-            for messages in (objects, texts, _change_arguments(objects, str))
-        )
-        if with_texts is not None and with_objects in (None, with_texts, in_python):
+        with_texts = self._text(texts, tools)
+        if with_texts is None:
+            return objects
+        with_objects = self._text(objects, tools)
+        rejects_objects = with_objects is None
+        writes_both_alike = with_objects == with_texts
+        writes_python = with_objects == self._text(_change_arguments(objects, str), tools)
+        if rejects_objects or writes_both_alike or writes_python:
             return _change_arguments(chat, _as_text)
         return objects
 

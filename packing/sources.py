@@ -350,7 +350,15 @@ class FileSource:
         )
         at = offset.get("at", 0)
         with open_stream(path) as stream, csv.open_csv(stream, reading, parsing, texts) as batches:
-            yield from _table_chunks(batches, names, self.records, str(path), at, 0, size)
+            yield from _table_chunks(
+                batches,
+                names,
+                self.records,
+                origin=str(path),
+                next_row=at,
+                first_row=0,
+                size=size,
+            )
 
     def _parquet_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of rows. Row groups before `offset` are not read."""
@@ -365,14 +373,22 @@ class FileSource:
             groups = range(file.num_row_groups)
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first_group = bisect_right(ends, at)
-            row = ends[first_group - 1] if first_group else 0
+            first_row = ends[first_group - 1] if first_group else 0
             batches = file.iter_batches(
                 _ROWS,
                 row_groups=list(groups[first_group:]),
                 # Request the optional columns too. pyarrow ignores names that the file lacks.
                 columns=self.records.read_columns,
             )
-            yield from _table_chunks(batches, names, self.records, str(path), at, row, size)
+            yield from _table_chunks(
+                batches,
+                names,
+                self.records,
+                origin=str(path),
+                next_row=at,
+                first_row=first_row,
+                size=size,
+            )
 
 
 class DatasetSource:
@@ -433,15 +449,21 @@ class DatasetSource:
             if state is not None:
                 data.load_state_dict(state)
             for table in data.iter(_ROWS):
+                # All columns, because `_table_chunks` checks that no required one is missing.
                 columns = names or table.schema.names
                 tables = [table.select([name for name in table.schema.names if name in read])]
                 for chunk in _table_chunks(
-                    tables, columns, self.records, self.name, row, batch_start, size or CHUNK_BYTES
+                    tables,
+                    columns,
+                    self.records,
+                    origin=self.name,
+                    next_row=row,
+                    first_row=batch_start,
+                    size=size or CHUNK_BYTES,
                 ):
                     row = chunk.after["at"]
-                    yield replace(
-                        chunk, after={"row": row, "skip": row - batch_start, "state": state}
-                    )
+                    after = {"row": row, "skip": row - batch_start, "state": state}
+                    yield replace(chunk, after=after)
                 batch_start += len(table)
                 state = data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
@@ -501,30 +523,32 @@ def _table_chunks(
     tables: Iterable[pa.RecordBatch | pa.Table],
     columns: list[str],
     records: Records,
+    *,
     origin: str,
-    at: int,
-    row: int,
+    next_row: int,
+    first_row: int,
     size: int,
 ) -> Iterator[Chunk]:
-    """Yield the rows of consecutive `tables` from row `at` on, in chunks of about `size` bytes.
+    """Yield the rows of consecutive `tables` from `next_row` on, in chunks of about `size` bytes.
 
-    `columns` are the names of all columns of the source, `origin` is the source's name, and `row`
-    is the number of the first table's first row in the source. The offset after a chunk
+    `columns` are the names of all columns of the source, and `origin` is the source's name.
+    `first_row` is the number of the first table's first row in the source. The offset after a chunk
     (`Chunk.after`) is the number of the next row. Raises InputError if `columns` lack a column that
     `records` requires.
     """
     if message := lacking(records, columns):
         raise InputError(f"{origin}: {message}")
+    end_row = first_row
     for table in tables:
-        unread = table.slice(max(0, at - row))
-        row += len(table)
-        rows = max(1, len(unread) * size // max(unread.nbytes, 1))
-        for start in range(0, len(unread), rows):
-            piece = unread.slice(start, rows)
+        unread = table.slice(max(0, next_row - end_row))
+        end_row += len(table)
+        rows_in_chunk = max(1, len(unread) * size // max(unread.nbytes, 1))
+        for start in range(0, len(unread), rows_in_chunk):
+            piece = unread.slice(start, rows_in_chunk)
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, piece.schema) as writer:
                 writer.write(piece)
-            first = row - len(unread) + start
+            first = end_row - len(unread) + start
             yield Chunk(
                 "table",
                 f"{origin}, row ",

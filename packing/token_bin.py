@@ -94,19 +94,22 @@ class TokenBin(Packs):
                 dtype, self._ends = read(file, self.path)
                 files.append(file)
         self._tokens, self._masks, is_of_llm_c = _read_ids(self.path, dtype)
-        masks = {file.resolve() for path in self._paths() for file in _masks_of(path)}
+        masks = {file.resolve() for name in self._paths() for file in _masks_of(name)}
         for file in sorted(masks):
             self._masks.append(_read_mask(file, self.path, len(self._tokens)))
             files.append(file)
-        self._begins = False
+        # True if EOS begins documents, and False if EOS ends them.
+        self._eos_begins = False
         if self._ends is None and end_token is not None:
             first, last = self._tokens[[0, -1]]
             # A shard of llm.c may begin and end within a document.
-            self._begins = bool(first == end_token or (is_of_llm_c and last != end_token))
-            self.notes = (rule_of_eos(self.path, end_token, begins=self._begins),)
+            is_cut_shard = is_of_llm_c and last != end_token
+            self._eos_begins = bool(first == end_token or is_cut_shard)
+            self.notes = (rule_of_eos(self.path, end_token, begins=self._eos_begins),)
         hashes = [hash_file(file, "xxh3_128") for file in files]
         content = [*hashes, self._tokens.dtype.name, length, end_token]
-        if self._begins:
+        # Other files keep the hash that they had before EOS could begin documents.
+        if self._eos_begins:
             content.append("begins")
         self.fingerprint = hash_of(content)
 
@@ -151,7 +154,7 @@ class TokenBin(Packs):
         # Include the neighbours of the window. No token is equal to None.
         before = max(start - 1, 0)
         is_eos = self._tokens[before : stop + 1] == self.end_token
-        starts = starts_of_documents(is_eos, begins=self._begins)
+        starts = starts_of_documents(is_eos, begins=self._eos_begins)
         return np.flatnonzero(starts[start - before : stop - before])
 
 

@@ -445,7 +445,8 @@ def affordable_rounds(rounds: Rounds, candidates: Sequence[str], seconds_left: f
         candidates: The candidates with an open verdict.
         seconds_left: Seconds until the time limit.
     """
-    # The protocol uses the whole time, and a little of it has passed since then.
+    # The length of the runs was chosen so that the rounds take all the time that was left then. A
+    # little of it has passed since, so the last planned round may exceed the limit by 1 %.
     limit = 1.01 * seconds_left
     number = rounds.rounds_together()
     while number > 1 and rounds.seconds(candidates, number) > limit:
