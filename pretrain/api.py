@@ -448,7 +448,10 @@ def parity(
             exact, expected = _output_and_gradients(plain, batch, torch.float32)
             rounded, noise = _output_and_gradients(plain, batch, torch.bfloat16)
     errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
+    # The allowed error as a multiple of BF16's error.
     resolution = resolution_of(*(gradient.dtype for gradient in gradients.values()))
+    # The error of the mean loss may be small by chance, because errors of tokens cancel. Their root
+    # mean square is never smaller.
     tolerated = resolution * errors.square().mean().sqrt().item()
     norms = [gradient.float().norm() for gradient in gradients.values()]
     tensors = judge(distances(gradients, expected), distances(noise, expected), resolution)

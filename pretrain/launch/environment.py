@@ -251,9 +251,10 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
 
 def _apply_switch(values: dict[str, Any], switch: str, precision_name: str) -> None:
     """Set `recipe` in an `fp8_config` whose key `switch` selects the precision `precision_name`."""
-    if values.setdefault("recipe", precision_name) != precision_name:
+    recipe = values.setdefault("recipe", precision_name)
+    if recipe != precision_name:
         raise InputError(
-            f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
+            f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {recipe}` "
             "contradict each other; remove one of them"
         )
     # Accelerate inserts this format if the file has none, so ignore it.

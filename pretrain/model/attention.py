@@ -151,7 +151,9 @@ def _unsupported_scores(model: PreTrainedModel) -> str | None:
             f"caps its scores at {cap}, which no kernel here computes; {other}, or train from "
             "scratch without the cap (`model.config.attn_logit_softcapping: null`)"
         )
-    if not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping"):
+    # transformers declares no SDPA for models with a cap, such as Gemma 2, even if the cap is null.
+    may_have_cap = hasattr(config, "attn_logit_softcapping")
+    if not model._supports_sdpa and not may_have_cap:
         return f"has attention scores that torch's own attention does not compute; {other}"
     return None
 

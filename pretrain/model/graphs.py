@@ -209,6 +209,7 @@ class MicrobatchGraphs:
         """
         try:
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
+            # The graph reads this scalar. `compute` sets it before each replay.
             factor = torch.empty((), device=accelerator.device)
             compute = partial(compute_microbatch, model, accelerator, fixed, factor, rank_sums)
             pool = next((graph.pool() for graph, *_ in self.captured.values()), None)

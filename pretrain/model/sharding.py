@@ -273,17 +273,21 @@ class Sharding:
         """
         for group in self._groups:
             group.module.unshard()
+            # Pass the main gradients to FSDP2, as the hook of a real backward does.
             self._before_backward(group)
             for param in group.trained:
                 param.unsharded_param.main_grad.fill_(NOT_BF16)
+                # FSDP2 would add the reduced gradient to an existing one.
                 param.sharded_param.grad = None
             group.fsdp.post_backward()
+        # Wait for the reductions.
         self._model._get_fsdp_state()._root_post_backward_final_callback()
         rounded = []
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad.to_local()
                 parameter.grad = None
+                # Without rounding, each value is a multiple of NOT_BF16, and so no BF16 value.
                 if gradient.eq(gradient.bfloat16()).any():
                     rounded.append(name)
         return rounded

@@ -139,7 +139,9 @@ def convert(
         # `fuse` stacks only linear layers that are all quantized, or all unquantized.
         if product.members[0] in quantized:
             sizes = [features_of(linear) for linear in product.linears]
-            product.add(sizes[0][0], sum(size for _, size in sizes))
+            # Stacked linear layers have the same input.
+            in_features, _ = sizes[0]
+            product.add(in_features, sum(out_features for _, out_features in sizes))
     for name, module in list(hf.named_modules()):
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():

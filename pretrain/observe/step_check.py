@@ -260,7 +260,7 @@ class CachedWeights(Probe):
         """
         of_rank = {name: int(value) for name, value in self._checksums.items()}
         of_ranks = from_all_ranks(of_rank)
-        # A rank may have computed no product with an expert.
+        # A rank may have computed no product with an expert. The other ranks compare this product.
         return sorted(
             name
             for name, value in of_rank.items()
@@ -274,8 +274,11 @@ class CachedWeights(Probe):
         Under delayed scaling, later microbatches have other scales than the cached weight.
         """
         codes = gemm.codes(operand)
+        # Later microbatches use the same tensor, unless they quantize the weight again.
         key = (gemm.name, id(codes))
         if key not in self._are_stale:
+            # `both` is not needed, because `codes` returns only the codes of the forward product.
             requantized = gemm.quantize("weight", matrix(), both=False)
             self._are_stale[key] = (codes != gemm.codes(requantized)).any()
+            # Ranks exchange checksums, because all codes would be as large as the model.
             self._checksums[gemm.name] = checksum(codes)

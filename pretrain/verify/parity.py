@@ -419,15 +419,18 @@ def _compare_quantized(
         context.go_back(state)
         torch.manual_seed(0)
 
+    # Compute the step three times from equal states. First, sum the gradients as in training.
     start_again()
     run_pass(step)
     together = {name: gradient.clone() for name, gradient in gradients_of(model.hf).items()}
+    # Second, compute each microbatch alone, and sum the gradients here in FP32.
     start_again()
     summed: dict[str, Tensor] = {}
     for microbatch in step.microbatches:
         run_pass(replace(step, microbatches=[microbatch]))
         for name, gradient in gradients_of(model.hf).items():
             summed[name] = gradient.float() + summed.get(name, 0.0)
+    # Third, repeat the first pass with probes, which check the products and the histories.
     start_again()
     products = ProductCheck(context, active)
     head = HeadCheck(model, step)
@@ -435,10 +438,10 @@ def _compare_quantized(
         model.register_forward_pre_hook(products.start_microbatch),
         context.probing(products),
         head.observing(),
-        ExitStack() as first_microbatch,
+        ExitStack() as until_first_ends,  # the pass closes it after its first microbatch
     ):
-        wrong_histories = first_microbatch.enter_context(watching_histories(context, active))
-        loss = run_pass(step, first_microbatch) * mean_over_compared
+        wrong_histories = until_first_ends.enter_context(watching_histories(context, active))
+        loss = run_pass(step, until_first_ends) * mean_over_compared
     parity.products = products.compared()
     parity.codes = compare_codes(products, active)
     bias_gradients = _bias_gradients(model, products, accelerator)
@@ -447,6 +450,17 @@ def _compare_quantized(
     norm = gradient_norm(model.parameters()).item()
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
+    return _quantized_mismatches(parity, loss, norm, wrong_histories)
+
+
+def _quantized_mismatches(
+    parity: Parity, loss: float, norm: float, wrong_histories: Sequence[str]
+) -> list[str]:
+    """Return one line for each mismatch of the quantized path, whose figures are in `parity`.
+
+    loss, norm: the loss and the gradient norm of the quantized path.
+    wrong_histories: names of operands whose scale or history is wrong.
+    """
     lines = worst_of(
         parity.products, "low-precision products", "their errors are not those of the format"
     )

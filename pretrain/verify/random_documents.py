@@ -98,12 +98,15 @@ def _labelled(
         tokens: Number of tokens at the beginning of each document that the reference evaluates. In
             the row of a shorter document, the tokens after its end have no labels, so they do not
             affect the comparison.
-        distance: Distance of the tokens with labels, counted from the last but one.
+        distance: Every `distance`-th token has a label, counted back from the last but one.
     """
     end_of_batch = batch.input_ids.shape[1] - 1
     indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=end_of_batch)
-    is_place = torch.arange(tokens - 2, -2, -1) % distance == 0
-    has_label = is_place & (indices < spans[:, 1:] - 1)
+    # The last token of a document of this length has no label, so count back from the one before.
+    distances = tokens - 2 - torch.arange(tokens)
+    is_place = distances % distance == 0
+    next_is_inside = indices < spans[:, 1:] - 1
+    has_label = is_place & next_is_inside
     labelled = indices[has_label]
     all_labels = batch.labels[0]
     labels = torch.full_like(batch.labels, IGNORE)

@@ -269,8 +269,8 @@ def _rotate_backward(
 def _write_gradient(
     dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
-    part,  # stride between the parts of the gradient
-    from_head,  # index of the first head whose gradient is in parts
+    part_stride,  # stride between the parts of the gradient
+    first_head_with_parts,  # all earlier heads have one part
     # The next five are as in `_rotate_backward`, except that `scale` is the FP32 value itself.
     rows,
     columns,
@@ -311,7 +311,7 @@ def _write_gradient(
         row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
         inside = row >= 0 if full else first + row < tokens
         dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
-        dx1, dx2 = _sum_of_parts(dy_at, inside, part, head, from_head, parts)
+        dx1, dx2 = _sum_of_parts(dy_at, inside, part_stride, head, first_head_with_parts, parts)
         if cos is not None:  # rotate back
             c, s = _load_angles(cos, sin, first, inside, 1, half)
             dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
@@ -339,17 +339,20 @@ def _write_gradient(
 
 
 @triton.jit
-def _sum_of_parts(dy_at, inside, part, head, from_head, parts: tl.constexpr):
+def _sum_of_parts(dy_at, inside, part_stride, head, first_head_with_parts, parts: tl.constexpr):
     """Return the halves of a gradient of a head for one tile, FP32. Its parts are summed.
 
-    `dy_at` has the addresses of the first half of the first part.
+    `dy_at` has the addresses of the first half of the first part. `part_stride` is the stride
+    between parts. Heads before `first_head_with_parts` have one part.
     """
     dx1, dx2 = _load_halves(dy_at, inside, 0)
     for number in tl.static_range(1, parts):
         # Use a mask and not a branch, so that the loads of the next tile can overlap with the
-        # computation of this tile.
-        has_parts = inside & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
-        part1, part2 = _load_halves(dy_at + number * tl.cast(part, tl.int64), has_parts, 0)
+        # computation of this tile. Adding zeros broadcasts the scalar to the shape of the tile.
+        heads = tl.zeros(dy_at.shape, tl.int32) + head
+        has_parts = inside & (heads >= first_head_with_parts)
+        part_at = dy_at + number * tl.cast(part_stride, tl.int64)
+        part1, part2 = _load_halves(part_at, has_parts, 0)
         dx1 += part1
         dx2 += part2
     return dx1, dx2
@@ -482,16 +485,20 @@ def rotate_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
-    The formulas are used for heads that the kernel does not support. If `written` is given, the
-    gradient of `qkv` is rounded to BF16 and written to the buffers of `written` as FP8 codes. The
-    first result is then `written.rows`, and the number of tokens must be a multiple of 32.
+    Return the gradient of `qkv`, the gradients of the two norms' weights, and the gradient of `qkv`
+    summed over tokens (if `summed` is set). The formulas are used for heads that the kernel does
+    not support. If `written` is given, the gradient of `qkv` is rounded to BF16 and written to the
+    buffers of `written` as FP8 codes. The first result is then `written.rows`, and the number of
+    tokens must be a multiple of 32.
     """
     if heads.dim not in DIMS:
         return formulas.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, summed=summed)
     tokens = len(dq)
     gradients = _with_strides("dq", dq) | _with_strides("dk", dk) | _with_strides("dv", dv)
+    # Gradients of queries are never in parts.
     del gradients["dq_part"]
-    programs = triton.cdiv(tokens, _TOKENS * (_SUMMED_TILES if summed else 1))
+    tiles = _SUMMED_TILES if summed else 1  # of a program
+    programs = triton.cdiv(tokens, _TOKENS * tiles)  # of a head
     norm_sums = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
@@ -500,7 +507,9 @@ def rotate_backward(
     if written is None:
         written = TensorScaled(torch.bfloat16, dq.new_empty(tokens, heads.width))
     parts = dk.shape[2] if dk.dim() == 4 else 1
-    stages = 1 if norms is None and not summed else _STAGES
+    # A program with one tile has no tile to load ahead.
+    has_many_tiles = norms is not None or summed
+    stages = _STAGES if has_many_tiles else 1
     _rotate_backward[(heads.count * programs,)](
         qkv=None if norms is None else qkv,
         norm_sums=norm_sums,
