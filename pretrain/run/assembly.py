@@ -328,8 +328,10 @@ def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: Exact
     """Load `values`, which `build_model` has returned, into parameters that are on their devices.
 
     hf: the model.
-    values: map names of parameters to values. Each value is removed from the dict when it is
-        loaded, so that its memory can be used for the next parameter.
+    values: map names of parameters to values. Under FSDP2, the first rank has the values of all
+        parameters, and those of other ranks are not used. Without FSDP2, a parameter without a
+        value keeps the one it has. Each value is removed from the dict when it is loaded, so that
+        its memory can be used for the next parameter.
     optimizer: the optimizer. With `weights: bf16_exact`, it stores the lower 16 bits of each FP32
         value as a remainder.
     """
@@ -337,6 +339,7 @@ def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: Exact
     for name, parameter in hf.named_parameters():
         value = values.pop(name, None)
         if isinstance(parameter, DTensor):
+            # All ranks call this function, most of them with None.
             value = part_from_first(value, parameter, dtype)
         if value is not None:
             optimizer.set_master(parameter, value)

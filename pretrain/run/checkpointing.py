@@ -410,10 +410,12 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     If the run was already rolled back to this checkpoint and failed again on other packs, it is the
     next older checkpoint. If no older checkpoint exists, it is the newest again.
 
-    The lines of discarded steps in metrics.jsonl are replaced by one line with the event
-    `rollback`, which contains the discarded lines. The `step` of this line is the checkpoint's step
-    plus 1. If the run is later resumed from the same checkpoint, all lines of later steps are
-    removed, including this line. Then the run trains the bad step again, and rolls back again.
+    The steps after the checkpoint are discarded, and their packs are skipped. The result has an
+    event `rollback`, which the caller writes to metrics.jsonl in place of the lines of these steps.
+    In the event, `left_out` is the number of steps that all rollbacks have discarded, `abandoned`
+    has the replaced lines, and `step` is the checkpoint's step plus 1. If the run is later resumed
+    from the same checkpoint, all lines of later steps are removed, including this line. Then the
+    run trains the bad step again, and rolls back again.
     """
     state = run.state
     path, record = _checkpoint_before(run.checkpoints, state)
@@ -438,6 +440,7 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
         f"{reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: the run goes back to {path}; "
         f"the packs of {skipped} after step {step} are skipped"
     )
+    # Only a run without a checkpoint of its own goes back to a checkpoint of another run.
     is_own = run.checkpoints.owns(path)
     return RollbackPoint(
         path=path,

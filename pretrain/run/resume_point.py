@@ -259,22 +259,28 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     of changes that follow from another change have no line: `train.begin_with` of a branch, and
     options in `fp8_config` that are new because the precision has changed.
     """
+    return replace(source, notes=_notes(source, changes, job), past=_past(source, changes))
+
+
+def _past(source: ResumePoint, changes: Changes) -> dict[str, Any]:
+    """Return the `past` of `source`. See `with_changes`."""
     past = source.record["past"]
-    implied = set()
-    changed = list(past["changed"])
-    if source.is_branch:
-        implied.add("train.begin_with")
-        changed = []
-    elif changes:
+    changed = [] if source.is_branch else list(past["changed"])
+    if changes and not source.is_branch:
         was = {key: saved for key, (saved, _) in changes.items()}
         changed.append({"step": source.step, "was": was})
+    counted = past if source.in_run_folder else source.record["progress"]
+    return {"changed": changed, "left_out": counted["left_out"]}
+
+
+def _notes(source: ResumePoint, changes: Changes, job: Job) -> list[str]:
+    """Return the `notes` of `source`. See `with_changes`."""
+    implied = {"train.begin_with"} if source.is_branch else set()
     if "precision" in changes:
         new_options = [key for key, (saved, _) in changes.items() if saved is None]
         implied.update(key for key in new_options if key.startswith("fp8_config."))
     lines = lines_of(changes, source.record, job)
-    notes = [f"the recipe has changed: {lines[key]}" for key in lines if key not in implied]
-    counted = past if source.in_run_folder else source.record["progress"]
-    return replace(source, notes=notes, past={"changed": changed, "left_out": counted["left_out"]})
+    return [f"the recipe has changed: {lines[key]}" for key in lines if key not in implied]
 
 
 def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
