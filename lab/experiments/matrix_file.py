@@ -143,7 +143,8 @@ class Cell:
         recorded = mark["settings"]
         for section, settings in self.recipe:
             # Runs of earlier versions may have recorded keys that have no effect any more.
-            for key in settings.REMOVED if isinstance(settings, Settings) else ():
+            removed = settings.REMOVED if isinstance(settings, Settings) else ()
+            for key in removed:
                 recorded.pop(f"{section}.{key}", None)
         return {
             key: (current.get(key), recorded.get(key)) for key in changed_keys(recorded, current)

@@ -217,9 +217,11 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
             )
         return None
     stored = Protocol(**load_object(file, "use another --run_dir"))
+    # If the command line names no candidates, it accepts those of the protocol.
     names = options.precisions or list(trainings.candidates) or stored.precisions
     now = asdict(requested_protocol(trainings, options, names))
     before = asdict(stored)
+    # Values that the command line sets. The other values are measured or computed.
     fixed = ["begin_with", "margin", "precisions", "seeds", "served", "settings"]
     if options.steps:
         fixed.append("steps")

@@ -61,6 +61,7 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
     recipe = load_recipe(options.recipe, options.overrides)
     trainings, unsuitable = _trainings_in_precisions(recipe, options.overrides)
+    # The first training is in the precision of the recipe.
     training, _ = next(iter(trainings.values()))
 
     print(f"{training.recipe.name}: {training.recipe.weights} weights\n{'─' * width()}")
@@ -72,8 +73,8 @@ def main(options: argparse.Namespace) -> int:
     print(in_subjects(subjects), end="\n\n")
     for devices in targets:
         on_devices = {
-            label: plan_on(devices, *of_label, options.config)
-            for label, of_label in trainings.items()
+            precision: plan_on(devices, *training_and_shapes, options.config)
+            for precision, training_and_shapes in trainings.items()
         }
         print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
     per_parameter = units.count(training.total_tokens / training.flops.parameters)

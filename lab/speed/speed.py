@@ -108,16 +108,22 @@ def step_seconds(
     """
     flops = work.flops
     shape = flops.shape
+    # Factors of the times that recomputation in backward makes longer.
     gemms, passes, attention = (1 + share for share in work.recomputed)
     microbatches = work.tokens / work.microbatch
     in_bf16 = gemm_rate(card, BF16.name, costs)
     in_layers, in_head = _gemm_seconds(work, in_bf16, gemm_rate(card, work.precision, costs))
     bandwidth = OF_BANDWIDTH * 1e12 * card.bandwidth
     link = OF_LINK * 1e9 * (card.nvlink or card.pcie)
-    summed = flops.parameters - (0 if flops.tied else flops.embedding_parameters)
+    # Products add to all of their gradient sums. A lookup adds only to the rows of its tokens.
+    only_looked_up = 0 if flops.tied else flops.embedding_parameters
+    summed = flops.parameters - only_looked_up
     share = flops.parameters / work.devices.shards
-    state = 8 + 3 * work.gradients + (0 if work.offloaded else 2 * work.moments)
-    optimizer = share * state / bandwidth
+    # Bytes that AdamW moves in the device's memory for each parameter: 4 bytes of the weight are
+    # read and written, and so are the moments, unless they are copied from the host and back.
+    moments = 0 if work.offloaded else 2 * work.moments
+    moved = 2 * 4 + 3 * work.gradients + moments
+    optimizer = share * moved / bandwidth
     optimizer += share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
     optimizer += flops.hidden_weights / work.devices.shards * MUON / bandwidth
     optimizer += flops.orthogonalization / (work.devices.count * in_bf16)
