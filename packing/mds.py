@@ -133,6 +133,7 @@ class Shard:
         ):
             file.write(stream.read())
             file.flush()
+            # The map stays valid after the file is deleted here.
             return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:

@@ -126,12 +126,17 @@ def fill_pack(
     firsts = begins + layout.start[pieces]
     ends = begins + layout.stop[pieces]
     row = np.full(layout.length, padding, np.uint32)
+    # Concatenate the pieces.
     filled = 0
     for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
         row[filled : filled + end - first] = tokens[first:end]
         filled += end - first
     lengths = (ends - firsts).astype(np.int32)
-    return Pack(row & ~UNTRAINED, lengths, row < UNTRAINED) if masked else Pack(row, lengths)
+    if not masked:
+        return Pack(row, lengths)
+    ids = row & ~UNTRAINED
+    has_loss = row < UNTRAINED
+    return Pack(ids, lengths, has_loss)
 
 
 def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray) -> Layout:
@@ -154,22 +159,24 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     the fullest pack stays the fullest one until it has no room for another piece of this size.
     """
     open_packs = _OpenPacks(capacity)
-    pack_of = np.arange(len(sizes))
+    pack_of = np.arange(len(sizes))  # every value is overwritten
     # For packs of up to 65,535 tokens, the spare room of a pack fits 16 bits. NumPy's stable sort
     # of 16-bit numbers is a radix sort, which takes linear time.
     spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
     longest_first = np.argsort(spare, kind="stable")
     spares, counts = np.unique(spare, return_counts=True)
+    sizes_in_order = capacity - spares.astype(np.int64)  # the largest size first
     placed = 0
-    for size, count in zip(
-        (capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True
-    ):
+    for size, count in zip(sizes_in_order.tolist(), counts.tolist(), strict=True):
+        # Each iteration fills packs with the same room.
         while count:
             room = open_packs.tightest(size)
             per_pack = room // size
             chosen = open_packs.take(room, -(-count // per_pack))
             added = min(count, per_pack * len(chosen))
-            pack_of[longest_first[placed : placed + added]] = np.repeat(chosen, per_pack)[:added]
+            pieces = longest_first[placed : placed + added]
+            pack_of[pieces] = np.repeat(chosen, per_pack)[:added]
+            # The last pack may get fewer pieces than the other ones.
             in_last = added - per_pack * (len(chosen) - 1)
             open_packs.add(room - per_pack * size, chosen[:-1])
             open_packs.add(room - in_last * size, chosen[-1:])
@@ -309,13 +316,15 @@ def split_documents(tokens: Tokens, settings: DataSettings) -> dict[Split, np.nd
     shuffled = permute(np.arange(count), count, SEED)
     if not settings.held_out:
         return {"train": shuffled}
+    # At least one document is held out.
     last = max(1, round(count * settings.held_out)) - 1
     ends = [0, *np.cumsum(tokens.lengths).tolist()]
     ids = tokens.tokens.data
     hashes = np.array(
         [xxh3_64_intdigest(ids[start:end], SEED) for start, end in pairwise(ends)], np.uint64
     )
-    is_held_out = (hashes <= np.partition(hashes, last)[last])[shuffled]
+    largest_held_out = np.partition(hashes, last)[last]
+    is_held_out = (hashes <= largest_held_out)[shuffled]
     if is_held_out.all():
         raise InputError(
             f"data.held_out: holding out {settings.held_out} of {count} documents leaves none to "

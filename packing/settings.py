@@ -62,10 +62,13 @@ def files_of(name: str) -> list[Path]:
     See `find_files`. The list is empty if nothing exists.
     """
     if os.path.lexists(name):
-        return find_files(Path(name), ("**", "*") if os.path.isdir(name) else ())
+        parts = ("**", "*") if os.path.isdir(name) else ()
+        return find_files(Path(name), parts)
     if not glob.has_magic(name):
         return []
-    return find_files(Path(), Path(name, "*" if name.endswith("**") else "").parts)
+    # A `**` stands for folders, so `*` selects the files in them.
+    pattern = Path(name, "*") if name.endswith("**") else Path(name)
+    return find_files(Path(), pattern.parts)
 
 
 def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:

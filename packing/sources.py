@@ -121,6 +121,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         kind, paths, unread = _choose(name, files)
         # For a link to a missing file, `stat` raises OSError with the name of the link.
         size = sum(path.stat().st_size for path in paths)
+    # Text files have no columns, and files have neither subsets nor splits.
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     unused = settings.chosen(("subset", "split", *columns))
     if settings.streaming is True:
@@ -343,6 +344,7 @@ class FileSource:
         reading = csv.ReadOptions(use_threads=False, block_size=_CSV_ROW)
         with open_stream(path) as stream, csv.open_csv(stream, reading, parsing) as reader:
             names = reader.schema.names
+        # Read the file again, with the chosen columns as texts. A name may occur twice in `names`.
         read = self.records.read_columns or names
         columns = [*dict.fromkeys(name for name in names if name in read)]
         texts = csv.ConvertOptions(

@@ -134,13 +134,16 @@ def notes_of(packs: Packs, tokenizer: str | None) -> list[str]:
 def _note_of_added_tokens(packs: Packs, tokenizer: Tokenizer) -> list[str]:
     """Return a line if the tokenizer adds tokens to each text by itself that the packs lack."""
     present = np.concatenate([packs[index].input_ids for index in evenly(len(packs), 16)])
+    # The tokens of an empty text are those that the tokenizer adds.
     added = tokenizer.encode("")
     lacking = [token for token in added.tokens if tokenizer.token_to_id(token) not in present]
+    if not lacking:
+        return []
+    token = lacking[0]
     return [
         f"{packs.path}: the tokenizer adds {token} to each text by itself, but the packs lack it; "
         "encode prompts with `add_special_tokens=False`, or pack documents that begin with it, as "
         f"data.text='{token}{{text}}'"
-        for token in lacking[:1]
     ]
 
 

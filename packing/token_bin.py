@@ -301,9 +301,10 @@ def _infer_dtype(path: Path) -> str:
     is certain, for example because the file is short or all ids are equal.
     """
     dtype = None
-    if size := path.stat().st_size // 8:
-        places = np.random.default_rng(0).integers(size, size=min(8 * size, _PLACES))
-        dtype = _dtype_of(_map(path, "<i8", count=size)[np.unique(places)])
+    if words := path.stat().st_size // 8:  # of 8 bytes
+        # With 8 places for each word, nearly all words of a small file are read.
+        places = np.random.default_rng(0).integers(words, size=min(8 * words, _PLACES))
+        dtype = _dtype_of(_map(path, "<i8", count=words)[np.unique(places)])
     if dtype is None:
         raise InputError(
             f"{path}: the file does not record the dtype of its token ids, and its content fits "
