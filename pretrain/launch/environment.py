@@ -124,12 +124,15 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     requested, inherited = take_requested_precision(environ)
     chosen = [PRECISIONS[name] for _, name in phases_of(recipe.precision)] or [requested]
     quantized = [precision for precision in dict.fromkeys(chosen) if precision.quantized]
+    # An unquantized precision accepts no options, so its name is needed only for the message.
     _check_options(recipe.fp8_config, quantized or chosen[:1], "precision")
     if quantized != [requested]:
+        # The options are for another precision.
         inherited = inherited.without_options()
     elif recipe.fp8_config.fp8_format is None:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
+    # Several precisions have different defaults, so unset options stay unset.
     if len(quantized) < 2:
         settings = settings.resolved((quantized or chosen)[0].name)
     return recipe.model_copy(

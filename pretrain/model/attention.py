@@ -108,6 +108,7 @@ def _mixing_part(model: PreTrainedModel) -> str | None:
     layer_types = getattr(config, "layer_types", None)
     supported = {"full_attention", "sliding_attention", "mlp", "moe"}
     unsupported = sorted({*(layer_types or ())} - supported)
+    # A model with a state whose configuration has no list of layers is recurrent.
     if unsupported or (model._is_stateful and layer_types is None):
         return (
             f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "

@@ -361,6 +361,7 @@ class RankSums:
         """Start the all-reduce of the next bucket."""
         sums = self._buckets[self._started]
         self._started += 1
+        # A BF16 bucket needs a copy, so free the oldest copy.
         if sums.dtype != torch.float32 and len(self._running) == COPIES:
             self._end()
         values = sums.float()  # `values` are the FP32 sums themselves, or a copy of BF16 sums.

@@ -196,6 +196,7 @@ class ModelObserver(ProductObserver):
         name = self._stack[-1] if self._stack else self._nodes.get(node, "")
         origins = [self._origins.get(_address(operand), _Origin()) for operand in operands]
         owners = [owner for origin in origins for owner in origin.owners]
+        # A product with a weight belongs to the weight's module, even if another module runs.
         if owners and name not in owners:
             name = owners[-1]
         if gemm is None:

@@ -269,11 +269,13 @@ class ProductCheck(Probe):
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
         of_columns = part[:, columns].clone().t()
+        # A scale of the tensor depends on all values, not only on those of the sample.
         amax = largest_magnitude(tensor)
         features = _Sample(of_rows, of_rows, amax, scale, rows)
         transformed = of_columns
         transform = self._precision.transform(role)
         if transform is not None:
+            # The format transforms operands that are summed along their rows.
             transformed = transform(of_columns)
             if self._precision.tensor_scaled:
                 amax = largest_magnitude(transform(tensor.t()))
@@ -297,6 +299,7 @@ class ProductCheck(Probe):
                 samples = self._inputs[call] if role == "input" else self.samples[name, role]
                 if along in samples[number]:
                     operands[role] = samples[number][along]
+            # An expert without rows has no samples.
             if len(operands) == 2:
                 product = f"{name} {gemm}"
                 self._products[product].append(self._compare(product, operands, part, bias))

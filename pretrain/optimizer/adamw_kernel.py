@@ -211,17 +211,21 @@ def _prepare_launch(
         kind: The kind of all these parameters.
         coefficient: FP32 scalar, a factor of the gradients.
     """
+    # Rows of the table of the kernel.
     rows = []
     programs = 0
-    for parameter in parameters:
-        rows.append((*parameter, programs))
-        programs += triton.cdiv(parameter[-1], BLOCK)
+    for *addresses, values in parameters:
+        first_program = programs
+        rows.append((*addresses, values, first_program))
+        programs += triton.cdiv(values, BLOCK)
     device = coefficient.device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
-    ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
-    tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
+    first_programs = table[:, 6]
+    ends = torch.cat([first_programs[1:], table.new_full((1,), programs)])
+    # With `output_size`, the host does not wait for the device.
+    tensor_of = torch.repeat_interleave(ends - first_programs, output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
     numbers = {
         "decay": hyper.decay,

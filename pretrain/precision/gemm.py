@@ -266,6 +266,7 @@ def checkpointed(
     again: Callable[[], AbstractContextManager[None]],
 ) -> Any:
     """Return function(*args). Backward recomputes the function in the context `again()`."""
+    # The first context is for the forward, and the second one for the recomputation.
     return checkpoint(
         function, *args, use_reentrant=False, context_fn=lambda: (NO_CONTEXT, again())
     )

@@ -587,10 +587,10 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
     not detect that two norms are swapped. When the caller's `with` statement ends, all values are
     restored bit for bit.
 
-    Yield a factor for the inputs of the LM head. The factor gives the
-    logits of a new model a standard deviation of LOGITS. Without the factor, the logits of a new
-    model would be nearly equal, and an error in the gradient of softmax or penalty would be too
-    small to detect. The factor is 1.0 if no parameter was changed.
+    Yield a factor for the inputs of the LM head. The factor gives the logits of a new model a
+    standard deviation of LOGITS. Without the factor, the logits of a new model would be nearly
+    equal, and an error in the gradient of softmax or penalty would be too small to detect. The
+    factor is 1.0 if no parameter was changed.
 
     Draws random numbers. All ranks must call this function.
     """
@@ -607,7 +607,9 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
     norm = gathered(vector_norm(weight, dtype=torch.float32)).item()
     try:
         changed = any(from_all_ranks(bool(before)))
-        yield max(1.0, LOGITS * math.sqrt(len(weight)) / norm) if changed else 1.0
+        # The inputs are normalised, so norm / sqrt(vocabulary) is the logits' standard deviation.
+        factor = LOGITS * math.sqrt(len(weight)) / norm
+        yield max(1.0, factor) if changed else 1.0
     finally:
         for values, original in before:
             values.copy_(original)

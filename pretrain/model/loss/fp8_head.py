@@ -100,9 +100,8 @@ def chunk_loss(
     delayed = gemm.engine.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
-    losses, codes = quantized_softmax_gradient(
-        logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale
-    )
+    fp8, _ = fp8_format(te, quantizer.dtype)
+    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale)
     head_pass.show("grad_output", partial(_overwritten_by_gradient, logits, labels))
     del logits
 
@@ -111,6 +110,7 @@ def chunk_loss(
         options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
         return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
 
+    # The codes by rows have a scale for each row, which multiplies the row of the product.
     by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
     gemm.matmul("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
     d_hidden.mul_(codes.rows_scale_inv[:, None])
