@@ -44,7 +44,8 @@ def allowed_steps(options: argparse.Namespace, recipe: Recipe) -> range:
         longest = options.steps
     elif not recipe.train.epochs:
         longest = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    in_an_epoch = steps_in_an_epoch(recipe)
+    # Check the settings first, because the packs may take hours to prepare.
+    in_an_epoch = steps_in_an_epoch(recipe) if longest >= minimum else MOST_STEPS
     if options.steps and options.steps > in_an_epoch:
         raise InputError(
             f"--steps {options.steps}: the data is repeated after step {in_an_epoch}, and "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
-from lab.experiments import which
+from lab.experiments import which, which_length
 from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import USE, Verdict
 from lab.experiments.which_answer import answer
@@ -75,6 +75,21 @@ def test_runs_are_no_longer_than_an_epoch_and_the_recipe(
     file = write_recipe(small_recipe | {"train": {"epochs": 2}}, tmp_path)
     options = argparse.Namespace(steps=steps, begin_with=None)
     assert allowed_steps(options, load_recipe(file, overrides)) == allowed
+
+
+@pytest.mark.parametrize(("steps", "of_recipe"), [(79, 500), (None, 79)])
+def test_too_few_steps_are_refused_before_packs_are_prepared(
+    steps: int | None,
+    of_recipe: int,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(which_length, "steps_in_an_epoch", lambda recipe: pytest.fail("prepared"))
+    file = write_recipe(small_recipe | {"train": {"steps": of_recipe}}, tmp_path)
+    options = argparse.Namespace(steps=steps, begin_with=None)
+    with pytest.raises(InputError, match="only 79 steps per run, but 80 is the minimum"):
+        allowed_steps(options, load_recipe(file))
 
 
 def test_too_few_hours_leave_no_protocol(small_recipe: dict[str, Any], tmp_path: Path) -> None:
