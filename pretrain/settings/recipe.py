@@ -503,6 +503,9 @@ _OTHER_NAMES = {
     "to change the weights of sources late in a training, branch with `train.begin_with`": (
         "weights_until"
     ),
+    "remove it, also from the config.yaml of a run; `python -m pretrain gap` compares a checkpoint "
+    "with BF16": "gap gap_threshold on_gap",
+    "remove it, also from the config.yaml of a run": "gradient_statistics",
     "batches are always prepared ahead of time": (
         "num_workers dataloader_num_workers preprocessing_num_workers dataloader_pin_memory"
     ),

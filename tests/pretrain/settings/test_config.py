@@ -58,7 +58,7 @@ def test_the_config_of_an_earlier_run_may_have_keys_that_recipes_no_longer_have(
     config["log"] |= {"gap": None, "gradient_statistics": None}
     config["health"] |= {"on_gap": "warn", "gap_threshold": 0.25}
     assert load_recipe(write(tmp_path, config)) == recipe
-    with pytest.raises(InputError, match=r"`log\.gap`: unknown key"):
+    with pytest.raises(InputError, match=r"`log\.gap`: unknown key; remove it, also from"):
         load_recipe(write(tmp_path, SMALLEST | {"log": {"gap": 100}}))
 
 
