@@ -337,7 +337,8 @@ def check_branches(trainings: WhichTrainings, protocol: Protocol) -> None:
     """
     rounds = trainings.rounds(protocol, [trainings.recipe.seed], protocol.candidates)
     baseline = rounds.baseline.recipe
-    # Compare with the baseline's peak, because a candidate may have another one.
+    # Compare the learning rates of the last step before the branch. Compare with the baseline's
+    # peak, because a candidate may have another one.
     rate = partial(
         learning_rate,
         protocol.trunk - 1,

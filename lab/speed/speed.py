@@ -172,10 +172,11 @@ def _attention_seconds(card: Card, work: Work, in_bf16: float) -> float:
 
     in_bf16: the FLOP/s of GEMMs in BF16.
     """
-    share, short = ATTENTION[work.attention]
-    long = work.flops.per_squared_length * work.mean_squared / (share * in_bf16)
+    share, of_short_on_hopper = ATTENTION[work.attention]
+    of_long = work.flops.per_squared_length * work.mean_squared / (share * in_bf16)
     shape = work.flops.shape
-    return long + shape.layers * shape.heads * short * FP32_OF_HOPPER / card.fp32
+    of_short = shape.layers * shape.heads * of_short_on_hopper * FP32_OF_HOPPER / card.fp32
+    return of_long + of_short
 
 
 def _sent(work: Work, microbatches: float) -> float:
