@@ -235,7 +235,8 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
         size = path.stat().st_size
         if size != record.size:
             return f"{record.name}: the file has {size} bytes instead of {record.size}"
-        for algorithm, digest in record.hashes.items() if hashed else ():
+        hashes = record.hashes if hashed else {}
+        for algorithm, digest in hashes.items():
             if hash_file(path, algorithm) != digest:
                 return f"{record.name}: damaged: its {algorithm} hash differs from the recorded one"
         return None

@@ -110,6 +110,7 @@ def fetch(address: str) -> Path:
             raise FileNotFoundError("no such object or folder")
         objects = {path_for(f"{scheme}://{name}"): listed[name] for name in listed}
         copies = local if glob.has_magic(path) else Path(glob.escape(str(local)), "**")
+        # The modification time of a copy is the version of its object.
         for copy in map(Path, glob.glob(str(copies), recursive=True)):
             if copy.is_file() and _version(objects.get(copy, {})) != copy.stat().st_mtime:
                 copy.unlink()

@@ -106,6 +106,7 @@ class PackMaker(ExitStack):
         with Progress("tokenising", "tokens", progress, initial=part.counts.tokens) as line:
             while part.counts.tokens < window and (result := next(results, None)):
                 part.append(result)
+                # `line.n` is the number of tokens that the line shows.
                 line.update(part.counts.tokens - line.n)
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:

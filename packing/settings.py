@@ -84,7 +84,7 @@ def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
         step = _folders_below if part == "**" else partial(_matches, part)
         paths = [inner for path in paths if path.is_dir() for inner in step(path)]
     parents = sorted({path.parent for path in paths}, reverse=True)
-    # Keep the first path to each real folder.
+    # Keep the first path to each real folder: in a dict, a later item replaces an earlier one.
     kept = {*{os.path.realpath(parent): parent for parent in parents}.values()}
     # Return links to missing files too, so that they are reported when they are read.
     files = {path for path in paths if path.is_file() or (path.is_symlink() and not path.exists())}

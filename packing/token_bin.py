@@ -317,12 +317,14 @@ def _dtype_of(words: np.ndarray) -> str | None:
     """Return the dtype of ids that are read as int64 numbers, or None if it is not certain."""
     is_int64 = np.count_nonzero(np.abs(words) < 2**31) > 0.999 * len(words)
     ids = words.astype("<i4") if is_int64 else words.view("<i4")
+    # Lower and upper half of each id, without small negative ids such as -100.
     halves = ids[(ids >= 0) | (ids < -(2**15))].view("<u2").reshape(-1, 2)
     if len(halves) < _EVIDENCE:
         return None
     values, counts = np.unique(halves, return_counts=True)
     most_frequent = values[counts.argmax()]
     largest_upper = np.quantile(halves[:, 1], 0.999)
+    # Sorted lower halves and sorted upper halves.
     low, high = (np.sort(half[half != most_frequent]) for half in halves.T)
     larger = low[low > 16 * largest_upper]
     # If all upper halves are 0, the ids may be few different numbers, such as digits.

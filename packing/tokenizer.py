@@ -164,7 +164,9 @@ def _names_of(tokenizer: str, role: str) -> Sequence[str]:
         values = load_object(file, REMEDY) if file else {}
         if f"{role}_token" in values:
             token = values[f"{role}_token"]
-            return [token["content"] if isinstance(token, dict) else token] if token else []
+            if isinstance(token, dict):
+                token = token["content"]
+            return [token] if token else []
     return [] if has_file and role == "bos" else _USUAL_NAMES[role]
 
 
