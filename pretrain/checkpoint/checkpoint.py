@@ -308,6 +308,7 @@ class Checkpoints:
             for path in step_folders(self.folder)
             if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
+        # `candidates` begins with the newest checkpoint.
         early = [path for path in candidates if step_of(path) <= self.before]
         kept = {*early[:1], *averaged(candidates, self.merge, self.every)}
         on_disk.remove(

@@ -433,11 +433,14 @@ def flash_backward_in_parts(
     options = _documents(ends, longest)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     backward = _flash()._flash_attn_bwd
+    is_causal = True
     heads = k.shape[1]
     group = q.shape[1] // heads
-    computes_parts = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
+    # The last condition limits `group` times the mean length of the documents.
+    documents = len(ends) - 1
+    computes_parts = 1 < group <= WIDE and group * len(q) <= LONG * documents
     if not computes_parts:
-        dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
+        dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, is_causal, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
@@ -447,7 +450,7 @@ def flash_backward_in_parts(
         )
         states = (member_q, k, v, member_output, member_d_output, log_sums[member::group])
         results = {"dq": member_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
-        backward(*states, scale, True, **results, **options)
+        backward(*states, scale, is_causal, **results, **options)
     return dq, dk, dv
 
 
@@ -644,6 +647,7 @@ def _operator(name: str, kernels: AttentionKernels) -> Any:
         ctx.save_for_backward(q, k, v, *output, documents)
         ctx.set_materialize_grads(False)  # the log-sums have no gradient
 
+    # The documents and the two numbers have no gradients.
     def differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         return *gradient(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
 

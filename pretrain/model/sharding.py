@@ -386,7 +386,8 @@ class Sharding:
         if self._keeps_codes(group):
             group.free(self._context.engine)
         elif self._context.engine in group.quantized or (group.quantized and not self.once_a_step):
-            # FSDP2 does not reshard groups that can keep codes.
+            # FSDP2 does not reshard groups that can keep codes. With `once_a_step`, weights that
+            # the current engine does not quantize stay gathered.
             group.reshard()
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):

@@ -229,6 +229,7 @@ class ModelObserver(ProductObserver):
             name = min(names, key=len, default=announced)
             # The name of a stack of experts is the name of its parameter.
             module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
+            # Equal products of a module have one entry.
             result += [
                 Product(name, type(module).__name__, *product)
                 for product in dict.fromkeys(products)
@@ -260,6 +261,7 @@ def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) ->
     """
     left, right = (operand.shape[-2:] for operand in operands)
     shapes = {tuple(sorted(weight.shape[-2:])) for weight in matrices_of(module)}
+    # The gradient of a weight has the shape of the weight.
     if with_weight == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
         return "wgrad"
     return with_weight if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"

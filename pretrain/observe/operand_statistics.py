@@ -169,10 +169,12 @@ class OperandStatistics(Probe):
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         if ends is None:
             return
+        # The expert of each sampled block.
         if role == "weight":
             experts = first_rows // (len(x) // len(ends))
         else:
             experts = torch.searchsorted(ends.long(), first_rows, right=True)
+        # Add up the counts [2, blocks, values of a block] of the blocks of each expert.
         counts = torch.stack(nonzero_and_lost(rows, quantized)).reshape(2, len(blocks), -1)
         of_experts = counts.sum(2).double() @ F.one_hot(experts, len(ends)).double()
         self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts

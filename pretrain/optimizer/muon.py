@@ -224,8 +224,8 @@ def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
     for shape, items in sorted(by_shape.items(), reverse=True):
         of_rank = math.ceil(len(items) / ranks)
         most = max(1, BATCH // math.prod(shape))
-        # Rounds have batches of equal size. With full batches, the last round may have fewer batches
-        # than ranks, and the other ranks would wait.
+        # Rounds have batches of equal size. With full batches, the last round may have fewer
+        # batches than ranks, and the other ranks would wait.
         size = math.ceil(of_rank / math.ceil(of_rank / most))
         for first in range(0, len(items), size * ranks):
             in_round = items[first : first + size * ranks]
@@ -296,6 +296,7 @@ class Muon(ExactAdamW):
                 torch.cat([self._direction(item, clip_coefficient) for item in batch])
                 for batch in batches
             ]
+            # Each rank orthogonalizes at most one batch. All ranks then get the results.
             if own_rank < len(batches):
                 matrices[own_rank] = orthogonalize(matrices[own_rank]).contiguous()
             _, outputs, inputs = batches[0][0].shape

@@ -106,10 +106,12 @@ def update_in_pieces(
             for name, tensor in tensors._asdict().items()
             if name in names and tensor is not None
         }
+        # Not all names have a tensor, so the last parts of the slot may be unused.
         copies = [
             memory[: tensor.nbytes].view(tensor.dtype)
             for memory, tensor in zip(slots[slot], on_host.values(), strict=False)
         ]
+        # Copy to the device, update, and copy back, each on its own stream.
         incoming.wait_event(emptied[slot])
         with backend.stream(incoming):
             torch._foreach_copy_(copies, list(on_host.values()), non_blocking=True)

@@ -442,10 +442,12 @@ def _with(plan: Plan, settings: Sequence[str]) -> Plan:
             plan = replace(plan, devices=devices)
             continue
         changed: object = value
+        # A key without a section is a key of the recipe itself.
         if section:
             changed = getattr(plan.recipe, section).model_copy(update={name: value})
         recipe = plan.recipe.model_copy(update={section or name: changed})
         layers = plan.layers
+        # The only setting of this section recomputes all layers.
         if section == "model":
             layers = {name: [part.as_recomputed() for part in layers[name]] for name in layers}
         plan = replace(plan, recipe=recipe, layers=layers)

@@ -243,8 +243,10 @@ def problem_of(
     for `transposed`, and `multiply` for the other arguments.
     """
     is_fp8 = a.scale is not None
+    # FP8 operands must have one layout, and both operands must be FP8 or neither.
     if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
         return None
+    # cublasLt stores matrices by columns, so it reads the rows of a tensor as columns.
     m, k = a.values.shape if transposed[0] else reversed(a.values.shape)
     inner, n = b.values.shape if transposed[1] else reversed(b.values.shape)
     if inner != k or any(size % _MULTIPLE_OF or not size for size in (m, n, k)):

@@ -99,14 +99,17 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     experts: the number of experts.
     multiple: the first row of each expert is a multiple of this.
     """
+    # The expert and the number of each choice, sorted by expert.
     by_expert, order = chosen.flatten().sort(stable=True)
     choices = torch.arange(len(order), device=chosen.device)
     numbers = torch.arange(experts, device=chosen.device)
+    # Index in `by_expert` of the first choice of each expert.
     begins = torch.searchsorted(by_expert, numbers)
     load = torch.searchsorted(by_expert, numbers, right=True) - begins
     ends = (-(-load // multiple) * multiple).cumsum(0)
     # This number of rows suffices for any distribution of the choices over the experts.
     rows = -(-(len(order) + experts * (multiple - 1)) // multiple) * multiple
+    # Number of empty rows before the rows of each expert, which follow those of the previous one.
     empty_before = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
     place = torch.empty_like(order)
     place[order] = choices + empty_before[by_expert]

@@ -122,7 +122,7 @@ def judge(
             allowed = max(allowed, noise[name].difference)
         # This factor is much larger than 1 only for a scalar.
         allowed *= (1 + FEW_VALUES / entry.values) * LEEWAY * resolution
-        norm = max(entry.reference, negligible) or 1.0
+        norm = max(entry.reference, negligible) or 1.0  # not 0 if all gradients are 0
         excess = entry.difference / (allowed + negligible) if entry.difference else 0.0
         judged.append(Compared.of(name, entry.difference / norm, excess))
     return worst_first(judged)

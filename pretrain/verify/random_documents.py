@@ -41,6 +41,7 @@ def draw_documents(
     """
     batch, spans = _draw(shapes, vocabulary, generator, SEVENTHS)
     length = int(spans.diff().max())
+    # Divide the labels among all documents. See LEAST.
     labels_of_all = DOCUMENTS * min(LABELS, length)
     tokens = min(length, max(labels_of_all // len(spans), LEAST))
     return _labelled(batch, spans, tokens)

@@ -396,6 +396,7 @@ def activate_backward(
     activated = torch.empty_like(d_activated)
     tile = _along_rows(*d_activated.shape)
     if summed:
+        # As in `_along_rows`, the tile divides the tensor.
         rows, columns = (
             math.gcd(*sizes) for sizes in zip(SUMMED_BACKWARD[:2], d_activated.shape, strict=True)
         )

@@ -277,6 +277,7 @@ class Arithmetic:
         )
         if mean is None:  # The kernels of an RMSNorm sum only the gradient of its weight.
             return dx, sums.unbind(), _token_sums(dx, residual) if summed else (None, None)
+        # The first two rows are gradients of weight and bias, and the others sum dx and `residual`.
         return dx, sums[:2].unbind(), sums[2:].unbind() if summed else (None, None)
 
     def rotate_backward(

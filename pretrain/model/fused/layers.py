@@ -411,6 +411,7 @@ class NormedAttention(torch.autograd.Function):
             return q, k, v, x
         kernels, documents = attention
         output, log_sums = kernels.forward(q, k, v, *documents)
+        # With head norms, `qkv` is saved, and backward can rotate it again.
         kept = [q, k, v] if arithmetic.keeps_rotated or not layer.parts.head_norms else [None] * 3
         if differentiable:
             arithmetic.save(ctx, *saved, *kept, output, log_sums)
