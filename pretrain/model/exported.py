@@ -147,7 +147,9 @@ def _old_rope_keys(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict
         return {}
     strict = _STRICT_SCALING.get(kind.model_type)
     if scaling.keys() - {"type", "original_max_position_embeddings"} == strict:
-        old_rope["rope_scaling"] = {key.removeprefix("rope_"): scaling[key] for key in strict}
+        old_rope["rope_scaling"] = {
+            key.removeprefix("rope_"): scaling[key] for key in sorted(strict)
+        }
     return old_rope
 
 
