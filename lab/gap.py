@@ -109,6 +109,7 @@ def describe(
     bf16_loss, bf16_gradients, bf16_choices = in_bf16
     text = f"loss {loss:.6f}, {signed(loss - bf16_loss, 6)} nats from BF16's"
     if choices:
+        # [tokens, choices, choices in BF16]
         matches = torch.cat(choices)[:, :, None] == torch.cat(bf16_choices)[:, None]
         other = 1 - matches.any(2).double().mean()
         share = accelerator.reduce(other, reduction="mean").item()

@@ -98,13 +98,13 @@ def main(options: argparse.Namespace) -> int:
     recipe = checked_recipe(options)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(
-        recipe,
-        options.recipe,
-        tuple(options.overrides),
-        accelerate,
-        folder,
-        options.gpus,
-        read_candidates(options, accelerate) if options.candidates else {},
+        recipe=recipe,
+        recipe_file=options.recipe,
+        overrides=tuple(options.overrides),
+        accelerate=accelerate,
+        folder=folder,
+        gpus=options.gpus,
+        candidates=read_candidates(options, accelerate) if options.candidates else {},
     )
     with RunFolder(folder, remedy="set another --run_dir"):
         wait_for_earlier_start(sorted(folder.glob("*/*.log")))
