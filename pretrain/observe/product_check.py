@@ -340,6 +340,7 @@ class ProductCheck(Probe):
         is_stochastic = any(map(self._precision.is_stochastic, operands))
         plain = []
         with (
+            # FP32 factors must not be rounded to TF32.
             overridden(torch.backends.cuda.matmul, fp32_precision="ieee"),
             # The draws must not change the random numbers of later products.
             torch.random.fork_rng([result.device] if result.is_cuda else [], is_stochastic),

@@ -190,6 +190,7 @@ def step_memory(
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
     if keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
+    # True if the gathered weights of the LM head exist only at the loss.
     frees_head = bool(low_head and devices.sharded and not flops.tied)
     with_codes = sum(layer.keeps_codes for layer in layers)
     gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
@@ -257,6 +258,7 @@ def _values_with_shards(
     """
     if not devices.sharded:
         return 0, 0, 0
+    # The embedding and the head are outside of the layers. They have the same size.
     layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
     sent = layer if flops.tied else max(layer, head)
     if devices.gathered:

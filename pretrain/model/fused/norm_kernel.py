@@ -200,7 +200,7 @@ def norm_backward(
         height = SMALL_TILE // step
         warps = SMALL_WARPS
     stages = STAGES if step <= TILE else 1
-    rows = height * triton.cdiv(tokens, height * PROGRAMS)
+    rows = height * triton.cdiv(tokens, height * PROGRAMS)  # of a program
     programs = triton.cdiv(tokens, rows)
     dx = torch.empty_like(x)
     count = 1
