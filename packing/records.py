@@ -66,6 +66,8 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Keys of a message that are read with any template. An answer with `weight: 0` has no loss.
 _MESSAGE_KEYS = {"role", "content", "weight"}
+# Keys by which other programs exclude an answer from the loss.
+_OTHER_WEIGHTS = ("train", "training", "loss")
 # Names of the key with the reasoning of an answer, in the order of precedence. Templates get the
 # reasoning under the first two names too. transformers does the same since version 5.23.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -287,6 +289,12 @@ class ChatColumns(Records):
             _objects("message.tool_calls", values.get("tool_calls"), _CALLS)
         if values.get("weight", 1) not in (0, 1):
             raise ValueError("a message has a `weight` that is neither 0 nor 1")
+        for key in _OTHER_WEIGHTS:
+            if values.get(key) in (False, 0):
+                raise ValueError(
+                    f"a message has the key `{key}`, which is not read; if an answer has no loss, "
+                    "set its `weight` to 0"
+                )
         return values
 
     def _tools(self, record: dict[str, Any]) -> list[dict[str, Any]]:

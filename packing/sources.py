@@ -20,6 +20,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -79,6 +80,8 @@ _SUFFIXES = {
 }
 # Columns of chats that are recognised. If a source has both, the first one is used.
 _CHAT_COLUMNS = ("messages", "conversations")
+# Splits of a dataset in the names of its files.
+_SPLITS = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 _KINDS = {suffix: kind for kind, text in _SUFFIXES.items() for suffix in text.split()}
 _READABLE = (
     "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
@@ -169,12 +172,26 @@ def _choose(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
             f"data.source: {name}: has text files, and smaller JSONL or Parquet files; set "
             "data.source to a pattern that matches the files to read, such as 'FOLDER/*.jsonl'"
         )
+    paths = [path for path in files if kind_of(path) == kind]
+    if kind != "text" and os.path.isdir(name):
+        _refuse_several_splits(name, paths)
     suffixes = Counter(path.suffix for path in files if kind_of(path) != kind)
     unread = ", ".join(
         f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(8)
     )
-    paths = [path for path in files if kind_of(path) == kind]
     return kind, paths, unread and f"\nfiles not read: {unread}"
+
+
+def _refuse_several_splits(folder: str, paths: list[Path]) -> None:
+    """Raise InputError if the names of files say that a folder has data for training and tests."""
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    splits = {word for name in names for word in _SPLITS.findall(name)}
+    if "train" in splits and len(splits) > 1:
+        raise InputError(
+            f"data.source: {folder}: has files of several splits ({', '.join(sorted(splits))}); "
+            f"set data.source to a pattern that matches the files to read, such as "
+            f"'{folder}/**/train*', or '{folder}/**' for all files"
+        )
 
 
 def refuse_common_files(settings: DataSettings) -> None:

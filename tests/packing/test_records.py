@@ -371,7 +371,8 @@ def test_labels_that_mask_nothing_do_not_change_packs(tmp_path: Path, tokenizer_
 
 USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "so"}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+FUNCTION = {"function": {"name": "f"}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [FUNCTION]}
 CALLS = CHATML.replace(
     "message.content",
     "message.content + (message.tool_calls | tojson if message.tool_calls else '')",
@@ -409,8 +410,8 @@ def test_an_answer_of_tool_calls_that_the_template_writes_is_trained_on(
 
 
 def test_nulls_in_a_message_are_not_written(tokenizer_file: Path) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": ["f"], "name": None, "id": None}
-    expected = '["f"]<|im_end|>\n'
+    call = {"role": "assistant", "content": "", "tool_calls": [FUNCTION], "name": None, "id": None}
+    expected = f"[{json.dumps(FUNCTION)}]<|im_end|>\n"
     template = CALLS.replace("{{ '<|im_start|>'", "{{ message.name or '<|im_start|>'")
     assert answers(tokenizer_file, {"messages": [USER, call]}, template)[1] == expected
 
@@ -429,9 +430,9 @@ BY_TURNS = (
 def test_a_null_content_reaches_a_template_that_tests_for_it(
     content: dict, tokenizer_file: Path
 ) -> None:
-    call = {"role": "assistant", "tool_calls": ["f"]} | content
+    call = {"role": "assistant", "tool_calls": [FUNCTION]} | content
     trained = answers(tokenizer_file, {"messages": [USER, call]}, NULL_CONTENT)[1]
-    assert trained == 'null["f"]<|im_end|>\n'
+    assert trained == f"null[{json.dumps(FUNCTION)}]<|im_end|>\n"
 
 
 def test_a_template_that_refuses_a_chat_without_a_message_writes_it(tokenizer_file: Path) -> None:
@@ -597,6 +598,11 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
             {"m": [USER, ANSWER | {"weight": 0.5}]},
             {"messages": "m", "chat_template": CHATML},
             "`weight` that is neither 0 nor 1",
+        ),
+        (
+            {"m": [USER, ANSWER | {"train": False}]},
+            {"messages": "m", "chat_template": CHATML},
+            "the key `train`, which is not read",
         ),
         ({"i": [1, -2]}, {"input_ids": "i"}, "`i` has the id -2"),
         ({"t": "a"}, {"text": "t }"}, "write a column as {title}, and write braces as"),

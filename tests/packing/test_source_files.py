@@ -149,7 +149,9 @@ def test_patterns_choose_the_files_of_splits(tmp_path: Path) -> None:
         return [[path.name for path in source.paths] for source in sources]
 
     train, test = (f"{tmp_path}/{split}*" for split in ("train", "test"))
-    assert len(names(source=str(tmp_path))[0]) == 3
+    assert len(names(source=f"{tmp_path}/**")[0]) == 3
+    with pytest.raises(InputError, match=r"several splits \(test, train\).*train\*'"):
+        names(source=str(tmp_path))
     expected = [["train-0.jsonl", "train-1.jsonl"], ["test-0.jsonl"]]
     assert names(source=train, validation={"source": test}) == expected
     mixture = {"source": train, "weight": 1, "name": "x"}

@@ -318,10 +318,10 @@ def changing_decay(change: Callable[[Hyperparameters], float]) -> Make:
     """Return a fault of the weight decay of Muon's matrices."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        apply = Muon._apply
+        apply = Muon._update
         patch.setattr(
             Muon,
-            "_apply",
+            "_update",
             lambda optimizer, batch, updates, hyper: apply(
                 optimizer, batch, updates, hyper._replace(weight_decay=change(hyper))
             ),
