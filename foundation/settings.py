@@ -32,6 +32,9 @@ from foundation.errors import InputError, as_input_error, shown
 from foundation.reading import parse_yaml
 from foundation.storage import address_of, is_address, path_for
 
+# Validation context of settings that a run has recorded.
+_RECORD = "record"
+
 
 class Settings(BaseModel):
     """Base class of settings. Objects are immutable and reject unknown keys and non-finite numbers.
@@ -55,14 +58,18 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_removed(cls, values: Any) -> Any:
-        """Drop removed keys with their former defaults. Other values stay and are unknown keys."""
+    def _drop_removed(cls, values: Any, info: ValidationInfo) -> Any:
+        """Drop removed keys of a record, and those with their former defaults of other files.
+
+        Other values of removed keys stay and are unknown keys.
+        """
         if not isinstance(values, dict):
             return values
+        is_record = info.context == _RECORD
         return {
             key: value
             for key, value in values.items()
-            if key not in cls.REMOVED or value != cls.REMOVED[key]
+            if key not in cls.REMOVED or not (is_record or value == cls.REMOVED[key])
         }
 
     @field_validator("*", mode="before")
@@ -199,10 +206,12 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     Raises one InputError with a line for each wrong key. Each line begins with `origin`, such as
     the name of a file. If the type of a key is a union, pydantic reports one mistake for each type
     in the union. These mistakes are joined in one line. If a section is wrong because of a key
-    inside of it, only the line of this key is kept.
+    inside of it, only the line of this key is kept. In the config.yaml of a run, removed keys may
+    have any value.
     """
+    is_record = origin.endswith("/config.yaml")
     try:
-        return cls.model_validate(values)
+        return cls.model_validate(values, context=_RECORD if is_record else None)
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         # A file that is no recipe may have thousands of mistakes, so report only the first ones.

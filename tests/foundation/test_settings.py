@@ -223,7 +223,8 @@ def test_a_file_with_thousands_of_mistakes_has_a_short_message() -> None:
     assert str(error.value).count("unknown key") == 20
 
 
-def test_a_removed_key_is_read_with_its_former_default_alone() -> None:
+def test_a_removed_key_is_read_in_records_and_with_its_former_default() -> None:
+    assert parse(Example, {"until": [0.5], "rate": 2}, "run/config.yaml") == Example(rate=2)
     assert parse(Example, {"until": None, "rate": 2}, "x") == Example(rate=2)
     with pytest.raises(InputError, match="x: `until`: unknown key"):
         parse(Example, {"until": [0.5]}, "x")
