@@ -112,8 +112,11 @@ def build_microbatch(
     is_label = np.concatenate([find_labels(pack, mask_boundaries) for pack in packs])
     labels = np.append(np.where(is_label, input_ids, IGNORE)[1:], IGNORE)
 
+    # Round the number of offsets up to a multiple, so that few different lengths occur. The offsets
+    # after the last document are all equal to `total`, so they belong to empty documents.
     count = max(len(ends), documents) + 1
-    offsets = np.full(count + -count % OFFSETS_MULTIPLE, total, dtype=np.int32)
+    padding = -count % OFFSETS_MULTIPLE
+    offsets = np.full(count + padding, total, dtype=np.int32)
     offsets[: len(ends) + 1] = np.append(0, ends)
     arrays = (input_ids[None], position_ids[None], labels[None], offsets)
     tensors = [torch.from_numpy(array) for array in arrays]
@@ -292,8 +295,8 @@ class BatchStream(Batching):
     `step(place)` is a pure function, so a run that resumes at a place gets the same tensors as an
     uninterrupted run. If the packs of a step do not fill the microbatches of all ranks, blank packs
     are added. Blank packs have no labels, so they change neither losses nor gradients. A step has
-    at least as many packs as there are ranks, so the first microbatch of every rank has a pack that
-    is not blank.
+    at least one pack for each rank, so the first microbatch of every rank has a pack
+    that is not blank.
     """
 
     packs: Packs

@@ -237,17 +237,19 @@ def decoded(data: bytes) -> str:
             f"is not UTF-8 ({error}); convert the file to UTF-8, for example from Latin-1 with "
             "`iconv -f latin1 -t utf8`, or from UTF-16 with `iconv -f utf16 -t utf8`"
         ) from None
-    # UTF-32 has at most three NUL characters in a row.
-    if "\0\0\0\0" in text or ("\0" in text and "\0" not in text.strip("\0")):
+    if "\0" not in text:
+        return text
+    # The text is filled with zeros in two cases: it has four NUL characters in a row, of which
+    # UTF-32 has at most three, or it has NUL characters only at its beginning and end.
+    inside = text.strip("\0")
+    if "\0\0\0\0" in text or "\0" not in inside:
         raise ValueError(
             "is filled with zeros, as after a crash of the machine that wrote it; remove the zeros"
         )
-    if "\0" in text:
-        raise ValueError(
-            "has NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8, for example "
-            "with `iconv -f utf16 -t utf8`"
-        )
-    return text
+    raise ValueError(
+        "has NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8, for example "
+        "with `iconv -f utf16 -t utf8`"
+    )
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:

@@ -121,8 +121,8 @@ class Records:
     def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[np.ndarray]:
         """Yield the token ids of each document: [tokens] uint32.
 
-        The bit `UNTRAINED` marks tokens without a loss. A document is skipped if none of its
-        tokens has a loss.
+        The bit `UNTRAINED` marks tokens without a loss. A document is skipped if all of its tokens
+        have this bit.
         """
         raise NotImplementedError
 
@@ -337,7 +337,7 @@ class ChatColumns(Records):
     def _check_prompts(self, chat: list[dict[str, Any]], text: str, tools: Any) -> None:
         """Raise ValueError if the template does not write a message that is no answer.
 
-        The arguments are those of `_is_written`.
+        `_is_written` describes the arguments.
         """
         for number, message in enumerate(chat):
             must_be_written = message["role"] != "assistant" and _words(message)
@@ -396,7 +396,7 @@ class ChatColumns(Records):
     def _text(self, chat: list[dict[str, Any]], tools: Any, **more: Any) -> str | None:
         """Return the text of a chat, or None if the template rejects the chat.
 
-        The arguments are those of `_render`.
+        `_render` describes the arguments.
         """
         with suppress(ValueError):
             return self._render(chat, tools, **more)[0]
@@ -544,7 +544,7 @@ def chat_columns(
 ) -> ChatColumns:
     """Return the rule that reads the chats in the columns `settings.messages`.
 
-    The other arguments are those of `ChatColumns`.
+    `template` and `tokens` are described in `ChatColumns`.
     """
     optional = ("tools",) if _has_word(template, "tools") else ()
     if isinstance(settings.messages, str):

@@ -57,7 +57,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def files_of(name: str) -> list[Path]:
-    """Return the files of a source in order: a file, all files of a folder, or those of a pattern.
+    """Return the files of a source in order: a file, or all files of a folder or pattern.
 
     See `find_files`. The list is empty if nothing exists.
     """

@@ -454,8 +454,9 @@ class DatasetSource:
         import datasets
 
         row = begin.get("row", 0)
-        state = begin.get("state")
-        batch_start = row - begin.get("skip", 0)
+        # The state of the dataset before the batch that is read next, or None at the beginning.
+        state_before = begin.get("state")
+        first_row_of_batch = row - begin.get("skip", 0)
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
         read = self.records.read_columns
@@ -465,26 +466,29 @@ class DatasetSource:
             data = data.select_columns([name for name in names if name in read])
         data = data.with_format("arrow")
         try:
-            if state is not None:
-                data.load_state_dict(state)
+            if state_before is not None:
+                data.load_state_dict(state_before)
             for table in data.iter(_ROWS):
                 # All columns, because `_table_chunks` checks that no required one is missing.
                 columns = names or table.schema.names
                 tables = [table.select([name for name in table.schema.names if name in read])]
+                # When reading resumes within a batch, the dataset yields the batch from its first
+                # row. `_table_chunks` skips the rows before `next_row`, which were read earlier.
                 for chunk in _table_chunks(
                     tables,
                     columns,
                     self.records,
                     origin=self.name,
                     next_row=row,
-                    first_row=batch_start,
+                    first_row=first_row_of_batch,
                     size=size or CHUNK_BYTES,
                 ):
-                    row = chunk.after["at"]
-                    after = {"row": row, "skip": row - batch_start, "state": state}
+                    row = chunk.after["at"]  # the number of the row after the chunk
+                    skip = row - first_row_of_batch
+                    after = {"row": row, "skip": skip, "state": state_before}
                     yield replace(chunk, after=after)
-                batch_start += len(table)
-                state = data.state_dict()
+                first_row_of_batch += len(table)
+                state_before = data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
             raise InputError(
                 f"data.source: {self.name}: cannot be read after row {row}: {one_line(error)}"

@@ -40,6 +40,8 @@ from packing.token_columns import rule_of_eos, starts_of_documents
 _EVIDENCE = 16
 # Largest number of places in a file, of 8 bytes each, from which a dtype is inferred.
 _PLACES = 2**18
+# Largest id of a token. Files of int32 are read as uint32, so negative ids become larger numbers.
+_LARGEST = 2**31 - 1
 # No vocabulary has an id from this number on.
 _TOO_LARGE = 2**28
 # Length of the headers of llm.c and llmq in bytes.
@@ -129,16 +131,16 @@ class TokenBin(Packs):
         start = checked_index(index, len(self)) * self.length
         tokens = self._tokens[start : start + self.length]
         stop = start + len(tokens)
-        ids = np.full(self.length, self.end_token or 0, np.uint32)
-        # Numbers above uint32 become -1. They would be other ids without their upper bits.
-        ids[: len(tokens)] = np.minimum(tokens, np.uint32(2**32 - 1))
-        lowest = ids.view(np.int32).min()
-        if lowest < 0:
+        is_wrong = (tokens < 0) | (tokens > _LARGEST)
+        if is_wrong.any():
             raise InputError(
-                f"{self.path}: pack {index} has the negative id {lowest}, as padding and ignored "
-                "labels have; write the ids without them, or write rows of `input_ids` and "
-                "`labels` to a Parquet file and set `data.input_ids`"
+                f"{self.path}: pack {index} has the id {tokens[is_wrong][0]}, but ids are from 0 "
+                f"to {_LARGEST}; padding and ignored labels have negative ids, such as -100, which "
+                "are above this limit in uint32; write the ids without them, or write rows of "
+                "`input_ids` and `labels` to a Parquet file and set `data.input_ids`"
             )
+        ids = np.full(self.length, self.end_token or 0, np.uint32)
+        ids[: len(tokens)] = tokens
         trained = None
         if self._masks:
             trained = np.zeros(self.length, bool)

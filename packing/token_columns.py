@@ -92,7 +92,7 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
 def _numbers_in(name: str, values: np.ndarray) -> np.ndarray:
     """Return a number for each token that changes at the first token of each document.
 
-    The number is negative for padding. `values` are those of the column `name` in BOUNDARIES.
+    The number is negative for padding. `values` is the column `name` of BOUNDARIES.
     """
     if name in _LENGTHS:
         return _from_lengths(values)

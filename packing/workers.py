@@ -60,7 +60,7 @@ class Workers(ExitStack):
     """
 
     def __init__(self, settings: DataSettings, count: int) -> None:
-        """Start `count` workers. `settings` are those of the source."""
+        """Start `count` workers for the source that `settings` describe."""
         super().__init__()
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         # A thread for each worker sends a chunk and waits for the result.
