@@ -47,7 +47,9 @@ def main(options: argparse.Namespace) -> int:
     if gpu and not options.precisions:
         tried = [name for name in listed if not reasons.get(name)]
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        matrix = matrix_in(Path(folder), tried, reasons, "bf16" if gpu else "cpu")
+        accelerate = "bf16" if gpu else "cpu"
+        matrix = matrix_in(Path(folder), tried, reasons, accelerate=accelerate)
+        # `run_all` passes signals on to the trainings.
         with StopRequest(passed_on=True) as stop:
             outcomes = run_all(matrix, matrix.cells, stop)
     if stop.requested:
@@ -73,7 +75,7 @@ def machine() -> str:
 
 
 def matrix_in(
-    folder: Path, names: Sequence[str], reasons: Mapping[str, str | None], accelerate: str
+    folder: Path, names: Sequence[str], reasons: Mapping[str, str | None], *, accelerate: str
 ) -> Matrix:
     """Write packs of random documents to `folder`, and return a matrix with a cell per precision.
 

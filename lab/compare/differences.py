@@ -160,15 +160,15 @@ class LossDifference(Sample):
         """Return a number of seeds that is enough for a final verdict in most cases.
 
         A verdict is final if it is not in OPEN_VERDICTS. The estimate assumes that the mean of the
-        differences stays the same. Their variance over few seeds is too small by chance about as
-        often as it is too large. So it is multiplied by (n + 1) / (n - 2) for n seeds, which is
-        close to the upper end of its one-sided 75 % interval. The first differences of a simulated
+        differences stays the same. Their variance over few seeds is too small about as often as it
+        is too large. So it is multiplied by (n + 1) / (n - 2) for n seeds, which is close to the
+        upper end of its one-sided 75 % interval. The first differences of a simulated
         series were followed by a final verdict within the returned number of seeds in about
         PROBABLY_ENOUGH of the series, or more (benchmarks/which_estimates.py).
 
-        The number includes the seeds so far. With fewer than FEWEST_SEEDS seeds, it is the number
-        without which no verdict is possible. Return None if the number is larger than
-        MOST_ESTIMATED_SEEDS. `margin` and `error` are those of `verdict`.
+        The number includes the seeds so far. With fewer than FEWEST_SEEDS seeds, it is the smallest
+        number that allows a verdict. Return None if the number is larger than MOST_ESTIMATED_SEEDS.
+        See `verdict` for `margin` and `error`.
         """
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:

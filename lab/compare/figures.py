@@ -21,7 +21,7 @@ MOST_STRETCH = 2
 def window_of(steps: int) -> int:
     """Return the window of the moving mean for a run with `steps` steps, in steps.
 
-    The window is odd, so that it has as many steps before its centre as after it.
+    The window is odd, so that it has the same number of steps before and after its centre.
     """
     return round(steps * SMOOTHED_SHARE) // 2 * 2 + 1
 

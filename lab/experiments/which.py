@@ -302,7 +302,7 @@ def new_protocol(
 
 
 def measure(trainings: WhichTrainings, trials: Matrix) -> tuple[dict[str, float], float]:
-    """Run the trials. Return the seconds of a step in each precision, and those of a start.
+    """Run the trials. Return the seconds of a step in each precision, and of a start.
 
     Raises InputError if the baseline or all candidates fail.
     """

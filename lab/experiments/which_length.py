@@ -1,4 +1,4 @@
-"""Number of steps of each run of `which`, as many as --hours, the recipe and the data allow."""
+"""Number of steps of each run of `which`, limited by --hours, the recipe and the data."""
 
 from __future__ import annotations
 

@@ -245,12 +245,16 @@ def _is_unusual(card: Card, work: Work) -> bool:
     flops = work.flops
     if work.devices.count > 1 or any(work.recomputed) or not work.fused:
         return True
-    if flops.expert_weights or flops.hidden_weights or flops.shape.head_dim not in HEAD_DIMS:
+    # Muon updates the `hidden_weights`. There are none with AdamW.
+    uses_muon = flops.hidden_weights > 0
+    if flops.expert_weights or uses_muon or flops.shape.head_dim not in HEAD_DIMS:
         return True
     parts = step_seconds(card, work)
     seconds = sum(parts.values())
     in_layers = parts["GEMMs"] + parts["passes"] + parts["attention"]
-    return parts["attention"] > MOST_ATTENTION * seconds or in_layers < LEAST_IN_LAYERS * seconds
+    has_more_attention = parts["attention"] > MOST_ATTENTION * seconds
+    has_less_in_layers = in_layers < LEAST_IN_LAYERS * seconds
+    return has_more_attention or has_less_in_layers
 
 
 def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
