@@ -94,5 +94,5 @@ def _flops_in(values: Mapping[str, str]) -> ModelFlops:
         tied=tied,
         expert_weights=chosen * expert,
         idle_weights=(experts - chosen) * expert,
-        choices=chosen,
+        experts_per_token=chosen,
     )

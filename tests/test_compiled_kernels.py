@@ -111,7 +111,7 @@ def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
         torch.zeros(columns, rows, dtype=torch.uint8),
     )
     yield TensorScaled(fp8, *codes, one, scale=one, amax=one)
-    yield TensorScaled(fp8, *codes, one, amax=one, used=one)
+    yield TensorScaled(fp8, *codes, one, amax=one, applied_scale=one)
 
 
 def activation(kernel: Any) -> None:
@@ -126,7 +126,9 @@ def activation(kernel: Any) -> None:
             by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, columns, E5M2), strict=True
         ):
             kernel.write_activated(hidden, kind, activated)
-            recomputed = replace(activated, scale=torch.ones(1), amax=None, used=None, rows=None)
+            recomputed = replace(
+                activated, scale=torch.ones(1), amax=None, applied_scale=None, rows=None
+            )
             for summed in (False, True):
                 kernel.write_activate_backward(
                     gradient, hidden, kind, d_hidden, recomputed, summed=summed

@@ -351,10 +351,10 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
         both_float = dtype.is_floating_point and target.dtype.is_floating_point
         is_convertible = both_float or dtype == target.dtype
         if saved.shape != tuple(target.shape) or not is_convertible:
-            here = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
+            expected = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and {here} in this "
-                "run"
+                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and {expected} in "
+                "this run"
             )
     return problems
 

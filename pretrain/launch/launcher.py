@@ -239,6 +239,7 @@ def run(launch: Launch) -> int:
             ),
         ):
             parser = accelerate_launch.launch_command_parser()
+            # With several processes, this call returns when they have ended, and `single` is empty.
             accelerate_launch.launch_command(parser.parse_args(launch.arguments))
             started = [
                 accelerate_launch.prepare_simple_launcher_cmd_env(options) for options in single
@@ -249,6 +250,8 @@ def run(launch: Launch) -> int:
         return 128 + error.sigval
     except ChildFailedError as error:
         return _report(error)
+    # Train outside of the contexts above, which would report an error of the training as an error
+    # of the configuration.
     for command, environment in started:
         _train_here(command, environment)
     return 0

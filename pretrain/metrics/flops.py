@@ -123,7 +123,7 @@ class ModelFlops:
     # the token does not choose.
     idle_weights: int = 0
     # Number of experts that a token chooses in each layer, or 0 without experts.
-    choices: int = 0
+    experts_per_token: int = 0
     # Number of weights that Muon updates, and FLOPs of their orthogonalization in each step. They
     # are 0 with AdamW.
     hidden_weights: int = 0
@@ -143,7 +143,7 @@ class ModelFlops:
         token_weight: Any = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         head_weight: Any = head.weight if head is not None else None
-        linears = _linear_weights(model)
+        linears = _linear_weights(model)  # without the LM head, which is counted separately
         in_attention = [
             weight for name, weight in linears.items() if "attn" in name or "attention" in name
         ]
@@ -153,12 +153,13 @@ class ModelFlops:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in counted
         }
-        choices = _experts_per_token(model)
-        experts, routers = _split_experts(remaining) if choices else ({}, {})
-        # Select the weights of the experts, which have three dimensions: expert, row and column.
-        # The biases of the experts have two dimensions, and no matrix product uses them.
-        products = [parameter for parameter in experts.values() if parameter.ndim == 3]
-        active = sum(choices * product[0].numel() for product in products)
+        experts_per_token = _experts_per_token(model)
+        experts, routers = _split_experts(remaining) if experts_per_token else ({}, {})
+        # Stacked weights are [experts, rows, columns]. The biases of the experts have two
+        # dimensions, and no matrix product uses them.
+        stacked = [parameter for parameter in experts.values() if parameter.ndim == 3]
+        # A token is multiplied by the weights of the experts that it chooses. `[0]` is one expert.
+        active = sum(experts_per_token * parameter[0].numel() for parameter in stacked)
         attention_weights = _size(in_attention)
         embedding_parameters = sum(embeddings.values())
         return cls(
@@ -172,8 +173,8 @@ class ModelFlops:
             position_parameters=embedding_parameters - embeddings[id(token_weight)],
             tied=head_weight is token_weight,
             expert_weights=active,
-            idle_weights=_size(products) - active,
-            choices=choices if products else 0,
+            idle_weights=_size(stacked) - active,
+            experts_per_token=experts_per_token if stacked else 0,
         )
 
     @property
@@ -225,11 +226,11 @@ def _linear_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 def _experts_per_token(model: PreTrainedModel) -> int:
     """Return the number of experts that a token chooses in each layer, or 0 without experts."""
-    choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    number = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     # The setting is missing, or it differs between layers.
-    if type(choices) is not int:
+    if type(number) is not int:
         return 0
-    return choices
+    return number
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

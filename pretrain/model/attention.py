@@ -88,8 +88,8 @@ VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 def check_documents(model: PreTrainedModel) -> None:
     """Raise InputError if the model has parts that mix the tokens of packed documents.
 
-    This holds for the attention functions of this project, and for those of transformers, which
-    separate documents by their positions or by the arguments of FlashAttention.
+    This holds for the attention functions of this project and of transformers. The functions of
+    transformers separate documents by their positions or by the arguments of FlashAttention.
 
     model: the model, on the meta device or not.
     """

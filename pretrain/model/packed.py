@@ -235,8 +235,8 @@ def forward_backward(
         accelerator: The run's Accelerator.
         around_first: Context manager that observes the first microbatch. Only this microbatch
             quantizes weights.
-        compute: Function with the arguments and the result of `compute_microbatch`. It computes the
-            microbatches, except those of FSDP2 that gather weights or reduce gradients.
+        compute: Function with the arguments and the result of `compute_microbatch`. It computes all
+            microbatches, except microbatches that gather weights or reduce gradients under FSDP2.
     """
     context = model.context
     rank_sums = model.rank_sums

@@ -2,8 +2,8 @@
 
 A shard group is a set of parameters that FSDP2 gathers together and whose gradients it reduces
 together. Accelerate creates one shard group for each decoder layer, one for the embedding, one for
-the head, and one for all other parameters, such as those of the final norm. If embedding and head
-are tied, they are one shard group. docs/developers/distributed.md describes the two modes:
+the head, and one for all other parameters, such as the weight of the final norm. If embedding and
+head are tied, they are one shard group. docs/developers/distributed.md describes the two modes:
 
 * ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
   the microbatches of the step.

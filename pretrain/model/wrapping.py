@@ -171,7 +171,7 @@ def wrap_layers(
     cast_to: torch.dtype | None,
     compile_layers: bool,
 ) -> None:
-    """Wrap the forwards of a model's modules in place. The arguments are those of `wrappers_of`."""
+    """Wrap the forwards of a model's modules in place. See `wrappers_of` for the arguments."""
     wrappers = wrappers_of(packed, settings, cast_to=cast_to, compile_layers=compile_layers)
     for module, module_wrappers in wrappers.items():
         for wrapper in module_wrappers:

@@ -319,7 +319,7 @@ def _effective_in(active: ActivePrecision, observed: Sequence[ObservedProduct]) 
 
 
 def _with_weight(observed: Sequence[ObservedProduct]) -> list[ObservedProduct]:
-    """Return the products with the weight of a linear, without those of a Hadamard transform."""
+    """Return the products with the weight of a linear, without Hadamard transforms."""
     return [product for product in observed if product.gemm in OPERANDS]
 
 

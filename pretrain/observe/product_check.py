@@ -108,7 +108,7 @@ def judge_product(
 def _judge_rounding(errors: Tensor) -> float:
     """Return the excess of the run's error in a product without a bias.
 
-    errors: the run's error, followed by those of the plain quantizer, [1 + draws, rows, columns].
+    errors: the run's error, and then the plain quantizer's errors, [1 + draws, rows, columns].
         The unit is the norm of the exact product.
     """
     size, *plain_sizes = errors.flatten(1).norm(dim=1).tolist()

@@ -189,7 +189,7 @@ class StepCheck(Observer):
             )
 
     def _wrong_losses(self, losses: Mapping[str, float]) -> list[str]:
-        """Return a line of text if the logged losses differ from those of the microbatches."""
+        """Return a line of text if the logged losses differ from the microbatches' losses."""
         weights = {
             "loss": 1.0,
             "penalty": self._recipe.loss.penalty_weight,

@@ -144,8 +144,8 @@ def muon_matrices(model: nn.Module) -> dict[str, int]:
     These are the matrices in the layers, except for routers. The rule is derived from names and
     sizes, because this check covers the optimizer's own rule. For example, experts have the weights
     gate_up [8, 2 x 64, 16] and down [8, 16, 64]. The second largest weight of the module, here
-    down, has one matrix for each expert. gate_up has twice as many values, so it has two matrices
-    for each expert.
+    down, has one matrix for each expert. gate_up has twice the values of down, so it has two
+    matrices for each expert.
     """
     modules: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in model.named_parameters():

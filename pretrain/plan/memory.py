@@ -199,6 +199,7 @@ def step_memory(
     quantized_weights = sum(layer.quantized_weights for layer in layers)
     if low_head:
         quantized_weights += layouts * head
+    # Parts that are counted at both peaks: at the loss, and in a layer's backward.
     parts = {
         "parameters": values * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number * gathered,
@@ -212,9 +213,11 @@ def step_memory(
     at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
     # The first microbatch frees the gathered weights of the LM head after the loss.
     at_loss += number * head * frees_head
-    parts["the loss" if at_loss >= in_backward else "a layer's backward"] = max(
-        at_loss, in_backward
-    )
+    # The memory of the two peaks is never needed at the same time, so only the larger one counts.
+    if at_loss >= in_backward:
+        parts["the loss"] = at_loss
+    else:
+        parts["a layer's backward"] = in_backward
     return {part: size for part, size in parts.items() if size}
 
 
@@ -360,7 +363,7 @@ def layers_of(
     )
     layouts = active.precision.layouts_on(devices.capability)
     unquantized = UNQUANTIZED[active.precision.compute_dtype]
-    left_out = _experts_left_out(model, decisions) if flops.choices else {}
+    left_out = _experts_left_out(model, decisions) if flops.experts_per_token else {}
     compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
     for index, (name, layer) in enumerate(layers.items()):
@@ -486,7 +489,8 @@ def compiled_layer(
     idle = flops.idle_weights // shape.layers
     # For each expert that a token chooses, the layer keeps the input and the output of the expert.
     # The output is kept because it is multiplied by the weight from the router.
-    values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
+    values = (4 + 2 * flops.experts_per_token) * shape.hidden
+    values += (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
     weights = linears + experts + idle

@@ -396,11 +396,11 @@ def _fits(plan: Plan, packs: int) -> bool:
 
 
 def settings_that_fit(plan: Plan, memory: float = math.inf) -> str:
-    """Return a clause with the fewest settings with which a run fits, or that no settings do.
+    """Return a clause with the fewest settings that make a run fit, or that no settings do.
 
     The clause also has the largest `batch.microbatch` that fits, if it is smaller than the plan's.
 
-    memory: the bytes of memory that a device may use, if they are fewer than those of the plan.
+    memory: the bytes of memory that a device may use, if this is less than in the plan.
     """
     most = min(memory, plan.devices.memory)
     is_fp32 = plan.recipe.weights == "fp32" and plan.compute_dtype == torch.bfloat16

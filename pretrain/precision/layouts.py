@@ -115,8 +115,8 @@ class Layout:
         codes = _unpacked_e2m1(codes) if self.is_packed else codes.float()
         grid = E2M1 if self.is_packed else E4M3
         pairs = zip(self.block, codes.shape, strict=True)
-        block = [min(size or whole, whole) for size, whole in pairs]
-        shape = [math.ceil(whole / size) for size, whole in zip(block, codes.shape, strict=True)]
+        block = [min(size or length, length) for size, length in pairs]
+        shape = [math.ceil(length / size) for size, length in zip(block, codes.shape, strict=True)]
         if self.scale_dtype == torch.float8_e8m0fnu:
             scales = scales.view(self.scale_dtype)
         factors = scales.float()
@@ -136,8 +136,8 @@ class Layout:
                 f"`quantization_config`, and factors from 0 to {largest:.0f}"
             )
         factors = factors.reshape(shape)
-        for axis, (size, whole) in enumerate(zip(block, codes.shape, strict=True)):
-            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, whole)
+        for axis, (size, length) in enumerate(zip(block, codes.shape, strict=True)):
+            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, length)
         return Quantized(codes, factors, torch.ones(()), grid)
 
 

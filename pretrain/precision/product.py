@@ -429,8 +429,11 @@ class SingleWeightPass(LinearPass):
         dx = self.gradient_product("dgrad", gradient, self.weight)
         dw = None
         if saved is not None:
+            # `forward` has saved one operand, the input.
             (x,) = self.gemm.restore(*saved)
             dw = self.weight_gradient(gradient, x, total, overwrite=overwrite)
+        # The first pass of the model's forward is the last one in backward. After it, all gradients
+        # have been quantized, and delayed scaling can update their histories.
         if self.ends_backward:
             self.gemm.finish_backward()
         return dx, dw

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.formats import delayed, unquantized
-from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.settings import (
     PRECISIONS,
@@ -73,12 +73,7 @@ def select_precision(
     reason = f"`precision: {requested.name}` {need}"
     if fp8_config.on_unsupported == "emulate":
         return ActivePrecision(precision, requested, "emulation", reason)
-    available = [
-        candidate
-        for candidate in PRECISIONS.values()
-        if not isinstance(candidate, QuantizedPrecision)
-        or missing(candidate.with_options(fp8_config.resolved(candidate.name))) is None
-    ]
+    available = _available(fp8_config, missing)
     stand_in = next(candidate for candidate in STAND_INS if candidate in available)
     if fp8_config.on_unsupported == "error":
         raise InputError(
@@ -87,12 +82,27 @@ def select_precision(
             f"{stand_in.name}, or set `precision` to one that runs here: "
             f"{', '.join(candidate.name for candidate in available)}"
         )
+    # The options of the recipe were chosen for the requested precision. The stand-in has defaults.
     return ActivePrecision(
         precision,
         configured(stand_in.name, fp8_config.without_options()),
         "transformer_engine" if stand_in.quantized else "torch",
         reason,
     )
+
+
+def _available(fp8_config: LowPrecisionSettings, missing: Missing) -> list[Precision]:
+    """Return the precisions that the device supports, without the options of `fp8_config`.
+
+    A quantized precision is checked with these options, because a user who sets `precision` to one
+    of the result keeps the options in the recipe.
+    """
+    return [
+        candidate
+        for candidate in PRECISIONS.values()
+        if not isinstance(candidate, QuantizedPrecision)
+        or missing(candidate.with_options(fp8_config.resolved(candidate.name))) is None
+    ]
 
 
 def make_engines(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, GemmEngine]:

@@ -329,7 +329,7 @@ def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: Exact
 
     hf: the model.
     values: map names of parameters to values. Under FSDP2, the first rank has the values of all
-        parameters, and those of other ranks are not used. Without FSDP2, a parameter without a
+        parameters, and the values of other ranks are not used. Without FSDP2, a parameter without a
         value keeps the one it has. Each value is removed from the dict when it is loaded, so that
         its memory can be used for the next parameter.
     optimizer: the optimizer. With `weights: bf16_exact`, it stores the lower 16 bits of each FP32

@@ -337,8 +337,8 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     This is necessary if the saved histories belong to other products, or to gradients of another
     size. If True is returned, the caller must load the weights and call `Assembly.start_precision`.
     Without this call, the run would continue with the histories that the assembly has recorded with
-    the initial weights. The gradients of initial weights are many times as large as those of
-    trained weights. Return False if the present precision has no histories.
+    the initial weights, whose gradients are many times as large as the gradients of trained
+    weights. Return False if the present precision has no histories.
     """
     if not assembly.context.state():
         return False

@@ -227,8 +227,8 @@ def in_low_precisions(
 ) -> Iterator[str]:
     """Set each quantized precision of the model, and yield its name. All ranks must do this.
 
-    The histories of delayed scaling are those of the checkpoint `source`, or filled again if the
-    checkpoint has none for the precision. They are restored after the yield.
+    Delayed scaling uses the histories in the checkpoint `source`. If the checkpoint has no
+    histories for the precision, they are filled again. They are restored after the yield.
     """
     for active in job.plan.precisions:
         if not active.precision.quantized:

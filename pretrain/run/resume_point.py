@@ -252,7 +252,7 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     left_out: a number of steps whose packs were skipped by rollbacks. It counts only rollbacks that
         the run folder's metrics.jsonl does not record. If the checkpoint is in the run folder, the
         number is taken from the `past` of the checkpoint. If the checkpoint is in another folder,
-        metrics.jsonl records none of its rollbacks. Then the number is taken from the checkpoint's
+        metrics.jsonl does not record its rollbacks. Then the number is taken from the checkpoint's
         counters, which count all rollbacks.
 
     `notes` has a line for the schedule, if it differs, and a line for every other change. Two kinds

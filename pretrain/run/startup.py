@@ -217,7 +217,7 @@ def grow(
 
     The memory of the next trial is predicted from the last two trials by a straight line. The line
     has an offset, because a large part of the memory is used at any size. A trial has at most four
-    times as many packs as the previous one, so that the prediction is corrected in time if memory
+    times the packs of the previous one, so that the prediction is corrected in time if memory
     does not grow linearly.
     """
     previous_packs = first

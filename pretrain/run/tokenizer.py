@@ -333,8 +333,8 @@ def encoded_prompt(
     """Encode `prompt` without adding special tokens. The `input_ids` are [1, tokens] int64.
 
     An empty prompt is replaced by the BOS token, or by the EOS token if there is no BOS token.
-    Raise InputError if the prompt has as many tokens as the model supports, so that no token could
-    be generated.
+    Raise InputError if the prompt fills the largest length that the model supports, so that no
+    token could be generated.
 
     model: the configuration of the model.
     """

@@ -94,7 +94,7 @@ def judge(
     The tolerance of a tensor is derived from the largest of three errors of BF16: the error in this
     tensor, the root mean square of the errors in the same tensors of all layers, and the median of
     the errors in all tensors. The error in this tensor alone is not sufficient, because this error
-    may be small by chance in a tensor of few values or in a gradient whose summands cancel.
+    may accidentally be small in a tensor of few values or in a gradient whose summands cancel.
 
     Args:
         measured: Distances of the gradients of the model.

@@ -231,6 +231,7 @@ def _compare(
 ) -> Parity:
     """Return the result of `check_parity`, without clearing gradients or restoring the state."""
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
+    # The passes use random tokens instead of the tokens of the packs.
     drawn = _random_batches(model, step.microbatches[0], accelerator)
     microbatches = [batch for batch, _ in drawn]
     step = replace(step, microbatches=microbatches)
@@ -240,13 +241,16 @@ def _compare(
     # compared tokens.
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
+    # The model multiplies the input of its LM head by `head_factor`, and so must the reference.
     with _comparable(model, microbatches[0].input_ids.shape[1]) as head_factor:
+        # Run the packed path without quantization, and then plain transformers.
         with overridden(model.context, quantizing=False):
             with recording_choices(model) as choices:
                 loss = run_pass(step) * mean_over_compared
             held_out = held_out_loss(microbatches)
         documents = _with_choices([documents for _, documents in drawn], choices)
         reference = _reference(model, accelerator, documents, step_tokens, tokens, head_factor)
+        # Derive the tolerances from the errors of plain transformers in BF16.
         gradients = gradients_of(model.hf)
         resolution = resolution_of(
             model.context.compute_dtype, *(gradient.dtype for gradient in gradients.values())
@@ -261,15 +265,7 @@ def _compare(
             gradient_norm=gradient_norm(model.parameters()).item(),
             tensors=judge(errors, reference.noise, resolution),
         )
-        failures += too_far("loss", loss, reference.loss, parity.loss_tolerated)
-        # The difference is the penalty and the router loss. It is zero without them.
-        of_mean = max(MEAN_ERROR / math.sqrt(tokens), COMMON_ERROR)
-        failures += too_far(
-            "loss minus held-out loss",
-            loss - held_out,
-            reference.loss - reference.held_out_loss,
-            of_mean * parity.loss_tolerated,
-        )
+        failures += _loss_failures(parity, held_out, reference.held_out_loss)
         failures += worst_of(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
         )
@@ -280,6 +276,26 @@ def _compare(
                 parity, model, run_pass, step, active, accelerator, mean_over_compared
             )
     return parity
+
+
+def _loss_failures(parity: Parity, held_out: float, reference_held_out: float) -> list[str]:
+    """Return one line for each loss that differs too much from the loss of plain transformers.
+
+    held_out, reference_held_out: the losses without penalty and router loss, of the packed path and
+        of plain transformers.
+    """
+    failures = too_far("loss", parity.loss, parity.reference_loss, parity.loss_tolerated)
+    # `loss_tolerated` allows for the error of a single token's loss. The error of a mean over all
+    # tokens is smaller, so only a share of it is allowed below.
+    share = max(MEAN_ERROR / math.sqrt(parity.tokens), COMMON_ERROR)
+    # The differences are the penalty and the router loss. They are zero without them.
+    failures += too_far(
+        "loss minus held-out loss",
+        parity.loss - held_out,
+        parity.reference_loss - reference_held_out,
+        share * parity.loss_tolerated,
+    )
+    return failures
 
 
 def _random_batches(

@@ -155,24 +155,33 @@ def _follow_recorded_choices(
     is_near |= (least_logit < logits.topk(chosen.shape[1]).values[:, -1]).any()
     differs = (recorded.sort(1).values != chosen.sort(1).values).any(1)
     moved = (is_near & differs).nonzero()[:, 0]
-    # The weights of a token are its scores times a constant. The scores are the softmax or the
-    # sigmoid of the logits, whichever fits the weights better.
+    moved_to = recorded[moved]
+    moved_weights = _weights_of(recorded, logits, chosen, weights)[moved]
+    return (
+        hidden,
+        chosen.index_copy(0, moved, moved_to),
+        weights.index_copy(0, moved, moved_weights.to(weights.dtype)),
+    )
+
+
+def _weights_of(recorded: Tensor, logits: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weights [tokens, choices] that a router would give to the `recorded` experts.
+
+    `logits` [tokens, experts], `chosen` and `weights` are the results of the router. The weights of
+    a token are its scores times a constant. The scores are the softmax or the sigmoid of the
+    logits, whichever fits `weights` better.
+    """
 
     def spread(scores: Tensor) -> float:
         """Return the variance of the logarithm of that constant."""
         return (weights / scores.gather(1, chosen)).log().var(1, correction=0).sum().item()
 
     scores = min(logits.softmax(-1), logits.sigmoid(), key=spread)
+    # If all tokens have nearly the same sum of weights, the router normalizes the weights.
     totals = weights.float().sum(1, keepdim=True)
     are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
     divisors = scores.gather(1, recorded if are_shares else chosen).sum(1, keepdim=True)
-    moved_to = recorded[moved]
-    moved_weights = (totals[moved] / divisors[moved]) * scores[moved].gather(1, moved_to)
-    return (
-        hidden,
-        chosen.index_copy(0, moved, moved_to),
-        weights.index_copy(0, moved, moved_weights.to(weights.dtype)),
-    )
+    return (totals / divisors) * scores.gather(1, recorded)
 
 
 class Documents(NamedTuple):

@@ -89,8 +89,12 @@ def differing_share(
     if not x.isfinite().all():
         return math.nan
     precision = active.quantized_precision
+    quantize = precision.quantizer(role, along)
+    amax = None  # the quantizer computes the amax of `x`
     torch.manual_seed(0)
-    codes = precision.quantizer(role, along)(x, scale, None).dequantize().float().cpu()
+    dequantized = quantize(x, scale, amax).dequantize().float().cpu()
+    # The quantizer and the reference return the axis of the product's sum last. With "rows", their
+    # results are [features, rows].
     summed_last = x if along == "features" else x.t()
     uniform = None
     # The options `disable_...` are None, and not False, in precisions that do not have the option.
@@ -107,7 +111,7 @@ def differing_share(
         scale=None if scale is None else scale.item(),
         uniform=uniform,
     )
-    return (codes.numpy() != reference).mean().item()
+    return (dequantized.numpy() != reference).mean().item()
 
 
 def is_transformed(settings: OptionValues, role: Role, along: Along) -> bool:

@@ -177,7 +177,7 @@ def test_tensor_scaled_codes_are_those_of_the_formulas(
     check_tensor_scaled(activated, exact, formats[0])
 
     d_hidden = tensor_scaled(formats[1], tuple(hidden.shape), scale=scales[1])
-    recomputed = tensor_scaled(formats[0], (tokens, width), scale=activated.used)
+    recomputed = tensor_scaled(formats[0], (tokens, width), scale=activated.applied_scale)
     total = kernel.write_activate_backward(
         d_activated, hidden, kind, d_hidden, recomputed, summed=True
     )

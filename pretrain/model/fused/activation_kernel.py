@@ -211,7 +211,7 @@ def _activation_forward(
     # The next four are fields of TensorScaled, or None.
     scale,
     amax,
-    used,
+    applied_scale,
     scale_inv,
     F,
     fp8: tl.constexpr,
@@ -230,7 +230,7 @@ def _activation_forward(
         activated = _through_bf16_by_twos(activated)
         if scale is not None and amax is not None:
             record_amax(amax, activated)
-        value = tensor_scale(scale, amax, used, scale_inv, fp8)
+        value = tensor_scale(scale, amax, applied_scale, scale_inv, fp8)
         store_tensor_scaled(activated, value, rows, None, i, j, 0, F, fp8)
 
 
@@ -336,7 +336,7 @@ def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, **argumen
 
 def _launch_forward(tile: Tile, hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
     """Launch the forward kernel, which writes the activated values."""
-    arguments = {**activated.arguments, "used": activated.used}
+    arguments = {**activated.arguments, "applied_scale": activated.applied_scale}
     del arguments["columns"]
     _launch(_activation_forward, tile, hidden, kind, **arguments)
 
@@ -442,7 +442,7 @@ def quantized_activate(
     shape = len(hidden), kind.width(hidden)
     activated, buffers = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
     write_activated(hidden, kind, buffers)
-    return activated, buffers.used
+    return activated, buffers.applied_scale
 
 
 def quantized_activate_backward(

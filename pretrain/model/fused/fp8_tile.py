@@ -46,7 +46,7 @@ class TensorScaled:
     scale: Tensor | None = None  # FP32 [1]
     # FP32 [1]. If `scale` is given, the kernel records the amax of the tensor here (`record_amax`).
     amax: Tensor | None = None
-    used: Tensor | None = None  # FP32 [1], written: the scale that the kernel has used
+    applied_scale: Tensor | None = None  # FP32 [1], written: the scale of the codes
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -94,16 +94,19 @@ def allocate(
     column_codes = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
     scale_inv = torch.empty(1, device=device)
     amax = None
-    used = None
+    applied_scale = None
     if scale is None:
-        used = torch.empty(1, device=device)
+        # The activation kernel writes the scale here, because backward must compute the same codes
+        # again. The caller already knows a scale that it has passed.
+        applied_scale = torch.empty(1, device=device)
         if isinstance(quantizer, te.Float8Quantizer):  # delayed scaling
             scale = quantizer.scale
             amax = quantizer.amax
         else:
+            # With current scaling, `scale` stays None, and the kernel computes it from this amax.
             amax = torch.zeros(1, device=device)
     dtype, *_ = fp8_format(te, quantizer.dtype)
-    buffers = TensorScaled(dtype, row_codes, column_codes, scale_inv, scale, amax, used)
+    buffers = TensorScaled(dtype, row_codes, column_codes, scale_inv, scale, amax, applied_scale)
     tensor = te.Float8TensorStorage(
         data=row_codes,
         data_transpose=column_codes,
@@ -131,18 +134,18 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
 
 
 @triton.jit
-def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
+def tensor_scale(scale, amax, applied_scale, scale_inv, fp8: tl.constexpr):
     """Return the scale of a tensor, an FP32 scalar.
 
     The result is the value at `scale`. If `scale` is None, the result is computed from the value at
     `amax`. The first program of the grid also writes the reciprocal of the scale to `scale_inv`,
-    and the scale to `used` unless `used` is None.
+    and the scale to `applied_scale` unless `applied_scale` is None.
     """
     value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), fp8)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, reciprocal(value))
-        if used is not None:
-            tl.store(used, value)
+        if applied_scale is not None:
+            tl.store(applied_scale, value)
     return value
 
 
@@ -239,7 +242,7 @@ def exponential(x):
     """Return e^x, computed by the exponential instruction of the GPU.
 
     The relative error is about 2^-22 plus 2^-24 * |x|, as for tl.exp. Results below 1e-38 are
-    replaced by zero. tl.exp does not replace them, but takes more than twice as many instructions.
+    replaced by zero. tl.exp does not replace them, but takes more than twice the instructions.
     """
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1

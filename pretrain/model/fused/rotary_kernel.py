@@ -587,8 +587,8 @@ def quantized_rotate_backward(
 
     The gradient of `qkv` is rounded to BF16 and then quantized to FP8. It has codes by rows, by
     columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The other
-    results equal those of `rotate_backward` bit for bit. `gradients` has the gradients of queries,
-    keys and values. The other arguments are as in `rotate_backward`.
+    results equal the results of `rotate_backward` bit for bit. `gradients` has the gradients of
+    queries, keys and values. The other arguments are as in `rotate_backward`.
     """
     dq, dk, dv = gradients
     dqkv, written = allocate(

@@ -9,8 +9,8 @@ quantum. The quantum is a power of two, which can be computed from the exponent 
 subnormals have the quantum of the smallest normal value.
 
 Divisions are computed in FP64 and rounded to FP32. For two FP32 operands, the result has the same
-bits as an FP32 division that rounds to nearest, because FP64 has more than twice as many mantissa
-bits (53) as FP32 (24). This is also true in compiled GPU kernels, where FP32 division is only
+bits as an FP32 division that rounds to nearest, because FP64 has more than twice the mantissa
+bits (53) of FP32 (24). This is also true in compiled GPU kernels, where FP32 division is only
 approximate.
 """
 
