@@ -9,7 +9,7 @@ import numpy as np
 
 from pretrain.metrics.run_record import RunRecord
 
-# Window of the moving mean, as a share of the run's steps.
+# Window of the moving mean, as a share of the steps of the shortest run.
 SMOOTHED_SHARE = 1 / 50
 # Share of a run's steps that is ignored when the range of the vertical axis is computed. These are
 # the first steps, in which the loss falls steeply.

@@ -119,6 +119,7 @@ def render(
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
+        window=common_window(compared_runs),
         curves=curves.to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
         audits={compared.label: audit_of(compared.run) for compared in compared_runs},
         differing=differing_values(compared_runs),
@@ -127,17 +128,23 @@ def render(
     return html.encode()
 
 
-def curves_of(compared: ComparedRun) -> dict[str, Curve]:
+def common_window(compared_runs: Sequence[ComparedRun]) -> int:
+    """Return the window of the moving means of all runs, which suits the shortest run."""
+    return min(window_of(len(compared.run.steps)) for compared in compared_runs)
+
+
+def curves_of(compared: ComparedRun, window: int) -> dict[str, Curve]:
     """Return the curves of a run by the title of their panel.
 
-    Curves without a finite value are omitted.
+    `window` is the number of steps in the moving means of the panels SMOOTHED. Curves without a
+    finite value are omitted.
     """
     curves = {panel: compared.run.curve(key) for panel, key in PANELS.items() if key}
     if not (compared.is_baseline or compared.pairing_obstacle):
         curves[AGAINST] = loss_differences(compared.base, compared.run)
     for panel, (steps, values) in curves.items():
         if panel in SMOOTHED:
-            curves[panel] = (steps, moving_mean(values, window_of(len(values))))
+            curves[panel] = (steps, moving_mean(values, window))
         elif panel in POINTS:
             finite = np.isfinite(values)
             curves[panel] = (steps[finite], values[finite])
@@ -153,7 +160,8 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
     from plotly.subplots import make_subplots
 
     in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
-    curves = [curves_of(compared) for compared in compared_runs]
+    window = common_window(compared_runs)
+    curves = [curves_of(compared, window) for compared in compared_runs]
     drawn_panels = set().union(*curves)
     panels = [panel for panel in PANELS if panel in drawn_panels]
     figure = make_subplots(

@@ -188,6 +188,14 @@ def test_options_that_one_precision_lacks_are_no_difference(tmp_path):
     }
 
 
+def test_runs_of_different_lengths_are_smoothed_alike(tmp_path):
+    """The loss of the long run is not averaged over more steps than that of the short run."""
+    spikes = tuple(4.0 - step / 100 + step % 2 for step in range(200))
+    runs = [trained(tmp_path / "long", spikes), trained(tmp_path / "short", spikes[:20])]
+    long, short = curves_figure(compare(runs)).data[:2]
+    assert long.y[:20].tolist() == short.y.tolist()
+
+
 def test_axes_have_units_and_shares_are_percentages(tmp_path):
     figure = curves_figure(Report.over(two_runs(tmp_path)).compared_runs)
     titles = [annotation.text for annotation in figure.layout.annotations]
