@@ -369,7 +369,7 @@ def _some_experts(name: str, inputs: Tensor, ends: Tensor) -> set[int]:
     ends: the end of each expert's rows, int32 [experts].
     """
     parts = inputs.any(1).tensor_split(ends[:-1].tolist())
-    tokens = [int(part.sum()) for part in parts]
+    tokens = torch.stack([part.sum() for part in parts]).tolist()
     used = [expert for expert, count in enumerate(tokens) if count]
     used.sort(key=tokens.__getitem__)
     hashed = zlib.crc32(name.encode()) % len(used)

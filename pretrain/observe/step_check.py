@@ -92,9 +92,9 @@ class StepCheck(Observer):
         # Results of `_fit_bf16`, bool scalars: after each of the first two microbatches, and after
         # the last one.
         sums_fit_bf16: list[Tensor] = []
-        # True for each gradient that is not zero before the first microbatch. The values are read
-        # only after `yield`, so the host does not wait for the device here.
-        left_over = [gradient.any() for gradient in self._gradients()]
+        # Number of gradients that are not zero before the first microbatch. The number is read only
+        # after `yield`, so the host does not wait for the device here.
+        left_over = sum(gradient.any() for gradient in self._gradients())
         sharding = self._packed.sharding
         # True if each microbatch's gradients are summed over ranks before they are accumulated.
         is_reduced = bool(sharding and not sharding.once_a_step)
@@ -133,7 +133,7 @@ class StepCheck(Observer):
                 f"the step's packs begin at position {start:,} in the order of packs, not at "
                 f"{place:,}"
             )
-        if kept := sum(map(bool, left_over)):
+        if kept := int(left_over):
             wrong.append(f"{kept} gradients were not cleared before the step")
         if total != counted:
             wrong.append(f"{total:,.0f} labels were trained on, but the step counts {counted:,}")
