@@ -183,13 +183,13 @@ def _choose(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
 
 
 def _refuse_several_splits(folder: str, paths: list[Path]) -> None:
-    """Raise InputError if the names of files say that a folder has data for training and tests."""
+    """Raise InputError if files of `folder` are named after training and another split."""
     names = [path.relative_to(folder).as_posix() for path in paths]
     splits = {word for name in names for word in _SPLITS.findall(name)}
     if "train" in splits and len(splits) > 1:
         raise InputError(
             f"data.source: {folder}: has files of several splits ({', '.join(sorted(splits))}); "
-            f"set data.source to a pattern that matches the files to read, such as "
+            "set data.source to a pattern that matches the files to read, such as "
             f"'{folder}/**/train*', or '{folder}/**' for all files"
         )
 

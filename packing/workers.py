@@ -1,4 +1,4 @@
-"""Tokenise chunks in worker processes, each of which runs `python -m packing.workers`.
+"""Tokenise chunks in processes of `python -m packing.workers`.
 
 A worker receives the settings of a source, and then chunks. It sends the tokens of each chunk, or
 an InputError. It ends when the connection ends, which is when its parent has ended.

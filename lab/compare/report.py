@@ -41,7 +41,7 @@ class Report:
         *,
         margin: float = MARGIN,
     ) -> Report:
-        """Compare each of `runs` with the baseline, which is the group of the first run.
+        """Compare each of `runs` with the baseline: the group of the first run.
 
         Raises InputError if a run cannot be compared fairly with the first run.
 

@@ -189,7 +189,7 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
 def may_differ(key: str, *, served: str | None) -> bool:
     """Return True if candidates may have other values of `key` than the baseline.
 
-    `served` is the precision in which all models are evaluated, or None.
+    served: The precision of the evaluation of all models, or None.
     """
     if key == "evaluate.merge":
         return True

@@ -691,7 +691,7 @@ class Case(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """The conditions under which an attention backend can run.
+    """Requirements of an attention backend.
 
     Attributes:
         name: transformers' `attn_implementation`.

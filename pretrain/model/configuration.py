@@ -209,12 +209,11 @@ def _rebased(
     """Return a copy of `stored` without derived values, so that `changes` can take effect.
 
     The result describes the same configuration as `stored`. transformers 5 writes derived values
-    into config.json. If `changes` has a key from which transformers derives another value, the
-    stored value would replace the newly derived value. Therefore lists that transformers computes
-    from other keys, such as `layer_types`, are dropped. `rope_parameters` is replaced by the keys
-    that older versions of transformers wrote instead, such as `rope_theta`. But if `changes`
-    contains `rope_parameters`, only the older key `rope_scaling` is dropped, and `rope_parameters`
-    is kept.
+    into config.json. If transformers derives a value from a key in `changes`, the stored value
+    would replace the new one. Therefore lists that transformers computes from other keys, such as
+    `layer_types`, are dropped. `rope_parameters` is replaced by the keys that older versions of
+    transformers wrote instead, such as `rope_theta`. But if `changes` contains `rope_parameters`,
+    only the older key `rope_scaling` is dropped, and `rope_parameters` is kept.
     """
     base = dict(stored)
     if "rope_parameters" in changes:

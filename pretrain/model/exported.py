@@ -125,7 +125,7 @@ def _renamed(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 
 def _old_rope_keys(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys from which transformers 4 reads the RoPE parameters.
+    """Return the RoPE parameters as keys that transformers 4 reads.
 
     Return {} if these keys cannot describe the parameters of all layers. `values` is the content of
     config.json.
@@ -164,7 +164,7 @@ def _reads(kind: type[PretrainedConfig], values: dict[str, Any], key: str, value
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer to a folder, from which transformers 4 and 5 load the same tokenizer."""
+    """Write a tokenizer to a folder. Transformers 4 and 5 load the same tokenizer from it."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
