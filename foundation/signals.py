@@ -31,9 +31,10 @@ def end_on_ctrl_c() -> None:
     """Let Ctrl-C end this process without a traceback, unless the process ignores Ctrl-C.
 
     Call this function before slow imports. Some packages catch an exception that interrupts their
-    import, and then fail with another one. A process that a signal ends, or one of its children,
-    prints no warning of multiprocessing about semaphores.
+    import, and then fail with another one.
     """
+    # multiprocessing would warn about semaphores that a process left when a signal ended it. Child
+    # processes inherit this setting.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -116,18 +116,36 @@ def holds_packs_of(settings: DataSettings) -> bool:
     other files. The folder of a stream has no other files either, because a stream deletes parts.
     """
     packs = folder_of(settings)
-    # Another process may be writing the first part of a stream in a hidden folder.
-    has_files = is_there(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
     if not (packs / MANIFEST).is_file():
+        # Another process may be writing the first part of a stream in a hidden folder.
+        has_files = is_there(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
         if has_files:
             raise _has_no_packs(settings.packs)
         return False
+    recorded, requested = _comparable_settings(packs, settings)
+    if changes := describe_changes(recorded, requested):
+        raise InputError(
+            f"{packs}: these packs were prepared with other settings ({changes}); "
+            "either set data.packs to another folder, or remove this folder"
+        )
+    return True
+
+
+def _comparable_settings(
+    packs: Path, settings: DataSettings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the recorded settings of packs, and `settings` in the same form.
+
+    The two are equal if the packs were prepared with `settings`. Names and paths whose content may
+    have changed are replaced by hashes of the content.
+    """
     manifest = read_manifest(packs)
     recorded = dict(manifest["settings"])
     requested = content_settings(settings)
     # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
+    # Without `data.packing`, packs of each kind are accepted.
     requested["packing"] = requested["packing"] or recorded["packing"]
     # Compare the fingerprints of the tokenizers if their names differ, or if the name is a path,
     # whose content may have changed. Otherwise do not load the tokenizer: packs may be copied to a
@@ -148,12 +166,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
             ) from None
         recorded["chat template"] = hash_of(saved.read_bytes().decode())[:12]
         requested["chat template"] = hash_of(template)[:12]
-    if changes := describe_changes(recorded, requested):
-        raise InputError(
-            f"{packs}: these packs were prepared with other settings ({changes}); "
-            "either set data.packs to another folder, or remove this folder"
-        )
-    return True
+    return recorded, requested
 
 
 def _has_no_packs(folder: Path) -> InputError:

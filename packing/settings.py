@@ -378,8 +378,10 @@ class DataSettings(SourceSettings):
         if isinstance(values.get("sources"), (list, tuple)):
             filled["sources"] = [_filled(values, source) for source in values["sources"]]
         if isinstance(validation, dict):
-            same = {"source": values.get("source")} if validation.get("source") is None else {}
-            filled["validation"] = _filled(values, validation | same)
+            if validation.get("source") is None:
+                # Validation on another split of the training source.
+                validation = validation | {"source": values.get("source")}
+            filled["validation"] = _filled(values, validation)
         return filled
 
     @field_validator("sources")

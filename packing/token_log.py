@@ -74,7 +74,8 @@ class TokenLog(PartTokens, AbstractContextManager):
         remedy = f"remove {folder} to start over"
         if path.is_file():
             self._continue_from(load_object(path, remedy), remedy)
-        # The first commit is before the first token, so only a log has files of tokens.
+        # A log commits its progress before it creates files of tokens. Without progress, they are
+        # from another program.
         elif any((folder / name).exists() for name in self._sizes()):
             raise InputError(f"{folder}: has files, but no {_PROGRESS} of this program; {remedy}")
         folder.mkdir(parents=True, exist_ok=True)

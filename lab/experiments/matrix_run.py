@@ -122,6 +122,8 @@ def run_all(
                 waiting.remove(ready)
                 running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
+            # All cells have ended, or no further cell may start. Without running cells, `next_of`
+            # returns a cell that would otherwise wait for another one.
             if not running:
                 break
             _pass_on_signals(running, stop)

@@ -302,11 +302,13 @@ class RunRecord:
     def audits(self) -> dict[str, Any]:
         """Map the name of each precision of the run to its audit. The order is that of the phases.
 
-        If audit.json does not exist yet, the dict has one entry: the requested precision with an
-        empty audit.
+        Only the audit of a precision schedule has the key `precisions`. The audit of one precision
+        is the only entry of the dict. If audit.json does not exist yet, this entry is empty.
         """
-        only_precision = self.audit.get("effective", self.precision)
-        return self.audit.get("precisions", {only_precision: self.audit})
+        if "precisions" in self.audit:
+            return self.audit["precisions"]
+        only_precision: Any = self.audit.get("effective", self.precision)
+        return {only_precision: self.audit}
 
     @property
     def engine(self) -> str | None:

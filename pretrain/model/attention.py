@@ -802,14 +802,14 @@ def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
     """
     if requested != "auto":
         return Choice(BACKENDS[requested].name, "requested")
+    # Our Triton kernels were measured to be the fastest for these heads on Hopper.
+    has_measured_heads = case.device_type == "cuda" and case.gpu[0] == 9 and case.head_dim == 64
+    triton_is_fastest = has_measured_heads and mean_length <= SHORT
+    names = [name for name in BACKENDS if name != "triton" or triton_is_fastest]
+    # The reason for the choice, and then the obstacles of faster backends.
     reasons = ["fastest that runs here"]
-    names = list(BACKENDS)
-    # Our Triton kernels were measured to be the fastest in this case.
-    is_short = case.device_type == "cuda" and case.head_dim == 64 and mean_length <= SHORT
-    if is_short and case.gpu[0] == 9:
+    if triton_is_fastest:
         reasons = ["fastest that runs here for short documents"]
-    else:
-        names.remove("triton")
     for name in names:
         reason = obstacle(name, case)
         if reason is None:

@@ -232,16 +232,16 @@ def build_on_first_rank(
     config: PretrainedConfig,
     accelerator: Accelerator,
     *,
-    kept: torch.dtype,
-    weights: torch.dtype,
+    value_dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
     seed: int,
     backend: str,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return a model for FSDP2 whose parameters have no values, and the values on the first rank.
 
-    The parameters of the model are on the meta device in dtype `weights`, and its buffers are on
+    The parameters of the model are on the meta device in `parameter_dtype`, and its buffers are on
     the device of the process. On the first rank, the second result maps the name of each parameter
-    to its value, in dtype `kept` and in host memory. These values are from `build`, which only the
+    to its value, in `value_dtype` and in host memory. These values are from `build`, which only the
     first rank calls. On the other ranks the dict is empty. `part_from_first` distributes the values
     later. All ranks must call this function. Raise InputError on all ranks if the first rank cannot
     build the model.
@@ -251,22 +251,34 @@ def build_on_first_rank(
     # Draw random weights on the device of the run, because a seed gives different random numbers
     # on another device.
     device = torch.device("cpu") if has_source else accelerator.device
-    make = partial(build, settings, config, weights=kept, seed=seed, device=device, backend=backend)
+    make = partial(
+        build, settings, config, weights=value_dtype, seed=seed, device=device, backend=backend
+    )
     full = refused_together(lambda: make().cpu() if accelerator.is_main_process else None)
     with accelerator.device, init_empty_weights(include_buffers=False):
-        hf = AutoModelForCausalLM.from_config(
-            config, dtype=kept if has_source else torch.float32, attn_implementation=backend
+        meta_model = AutoModelForCausalLM.from_config(
+            config,
+            # The dtype with which `build` constructs the model. Buffers have this dtype too.
+            dtype=value_dtype if has_source else torch.float32,
+            attn_implementation=backend,
         )
-    hf.tie_weights()
-    round_weights(hf, weights)
-    buffers = dict(full.named_buffers()) if full else {}
-    for name, buffer in hf.named_buffers():
-        if full:
-            buffer.copy_(buffers[name])
-        torch.distributed.broadcast(buffer, src=0)
-    hf.generation_config = from_all_ranks(full.generation_config if full else None)[0]
+    meta_model.tie_weights()
+    round_weights(meta_model, parameter_dtype)
+    _broadcast_buffers(full, meta_model)
+    generation_config = full.generation_config if full else None
+    meta_model.generation_config = from_all_ranks(generation_config)[0]
     parameters = full.named_parameters() if full else ()
-    return hf, {name: parameter.data.to(kept) for name, parameter in parameters}
+    values = {name: parameter.data.to(value_dtype) for name, parameter in parameters}
+    return meta_model, values
+
+
+def _broadcast_buffers(source: PreTrainedModel | None, target: PreTrainedModel) -> None:
+    """Copy the buffers of `source`, which only the first rank has, to `target` on all ranks."""
+    values = dict(source.named_buffers()) if source else {}
+    for name, buffer in target.named_buffers():
+        if source:
+            buffer.copy_(values[name])
+        torch.distributed.broadcast(buffer, src=0)
 
 
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -316,7 +316,7 @@ class Sharding:
                 group.module.set_reshard_after_forward(False, recurse=False)
 
     def _keep_memory(self) -> None:
-        """Never free gathered parameters, unless every engine of the run keeps their codes.
+        """Stop FSDP2 from freeing parameters that an engine of the run reads unquantized.
 
         CUDA graphs read gathered parameters at fixed addresses. Each step needs this memory anyway.
         """
@@ -324,7 +324,8 @@ class Sharding:
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
                 keeps_codes = [param in group.quantized.get(engine, ()) for engine in engines]
-                if not engines or not all(keeps_codes):
+                is_always_coded = bool(engines) and all(keeps_codes)
+                if not is_always_coded:
                     param.free_unsharded_param = lambda: None
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:

@@ -90,10 +90,9 @@ class DelayedState:
         If gradients are enabled, the histories and scales are updated when the context is left.
         Otherwise the amaxes of the forward are dropped.
         """
-        # Finish the previous backward if its callback did not run. The callback does not run if
-        # backward failed. No callback is queued if only the LM head ran a backward, because that
-        # backward runs inside of the forward (see `record`).
-        self._finish_backward()
+        # Usually the callback of the previous backward has done this already. There are two other
+        # cases: the backward failed, or only the LM head ran a backward (see `record`).
+        self._update_after_backward()
         self.forward_scales = self._state_of("forward").scale.clone()
         with overridden(self, _in_forward=True):
             yield
@@ -134,7 +133,8 @@ class DelayedState:
             # callback of the model's backward uses their amaxes too.
             self._backward_ran = True
             if not self._in_forward and not self._end_expected:
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._update_after_backward)
                 self._end_expected = True
         elif not self._recording:
             return
@@ -163,7 +163,8 @@ class DelayedState:
         self._backward_ran = False
         self._end_expected = False
 
-    def _finish_backward(self) -> None:
+    def _update_after_backward(self) -> None:
+        """Update the scales of gradients if a backward has run since the last update."""
         self._end_expected = False
         if self._backward_ran:
             self._update("backward")

@@ -282,12 +282,17 @@ def stored_weights(
         if name in slices and quantization:
             raise ValueError(f"{name} is in two files")
         slices[name] = stored
+    # Remove the tensors of quantized weights from `slices`. The rest is not quantized.
     weights = _take_quantized(slices, layout_of(quantization)) if quantization else {}
     for name, stored in slices.items():
-        if name in weights or stored.get_dtype().startswith("F8"):
-            raise ValueError(f"{name} in {stored.get_dtype()} has no scales, or is stored twice")
+        if stored.get_dtype().startswith("F8"):
+            raise ValueError(f"{name} in {stored.get_dtype()} has no scales")
+        if name in weights:
+            raise ValueError(f"{name} is stored both quantized and in {stored.get_dtype()}")
+    if not quantization:
+        return {}
     unquantized = {name: slices[name] for name in slices if not _NOT_OF_WEIGHTS.search(name)}
-    return weights and weights | unquantized
+    return weights | unquantized
 
 
 def layout_of(quantization: Mapping[str, Any]) -> Layout:

@@ -175,8 +175,8 @@ def build_model(job: Job, accelerator: Accelerator) -> Built:
                 recipe.model,
                 job.shapes.config,
                 accelerator,
-                kept=weights,
-                weights=job.weight_dtype,
+                value_dtype=weights,
+                parameter_dtype=job.weight_dtype,
                 seed=recipe.seed,
                 backend=job.plan.attention.name,
             )

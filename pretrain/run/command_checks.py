@@ -111,12 +111,11 @@ def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str],
 
 
 def check_gap(options: argparse.Namespace) -> None:
-    """Check the checkpoint, and set `options.precisions` if it is not set."""
+    """Check the checkpoint and the precisions. Set `options.precisions` if it is not set."""
     check_precisions(options)
-    _, run_dir = checkpoint_of(options.source)
-    names = options.precisions or [
-        name for _, name in phases_of(load_recipe(run_dir / "config.yaml").precision)
-    ]
+    _, run_dir = checkpoint_of(options.source)  # raises if there is no checkpoint
+    phases = phases_of(load_recipe(run_dir / "config.yaml").precision)
+    names = options.precisions or [name for _, name in phases]
     options.precisions = [name for name in names if name in QUANTIZED]
     if not options.precisions:
         raise InputError(

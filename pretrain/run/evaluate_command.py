@@ -58,10 +58,10 @@ def main(options: argparse.Namespace) -> int:
     path, overrides, datasets = arguments_of_evaluate(options)
     trained = load_recipe(path, overrides)
     names, skipped = supported_precisions(options.precisions or [], trained)
-    # The default run folder has the name of the precision. Set the folder of the run before
-    # --precisions replaces its precision. `with_precision` removes variables of the environment,
-    # which its second call needs too.
-    run_address = run_address_of(with_precision(trained, dict(os.environ)))
+    # Set the folder of the run before --precisions replaces its precision, because the name of the
+    # default folder contains the precision.
+    environment = dict(os.environ)  # a copy, because `with_precision` removes variables
+    run_address = run_address_of(with_precision(trained, environment))
     overrides += [f"run_dir={run_address}", *precision_overrides(names)]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        # The run may have been trained on the dataset.
+        # Do not call a dataset held out, because the run may have been trained on it.
         loss = f"loss on {datasets[0]}" if datasets else "held-out loss"
         _evaluate(job, accelerator, [*skipped, *notices], options.resume, loss)
         end_processes(accelerator)

@@ -136,8 +136,9 @@ class Run:
         earlier = load_object(self.folder.audit, "delete this file")
         # audit.json has one result for each precision. Without phases of precision there is no key
         # `precisions`, and the result is at the top level.
-        for name, record in earlier.get("precisions", {earlier.get("effective"): earlier}).items():
-            audits = self.assembly.audits
+        records = earlier.get("precisions") or {earlier.get("effective"): earlier}
+        audits = self.assembly.audits
+        for name, record in records.items():
             if name in audits and "parity" in record:
                 audits[name]["parity"] = record["parity"]
 

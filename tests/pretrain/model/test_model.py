@@ -244,8 +244,8 @@ def test_under_fsdp2_only_the_first_rank_loads_weights(
             settings,
             load_config(settings),
             first,
-            kept=kept,
-            weights=torch.bfloat16,
+            value_dtype=kept,
+            parameter_dtype=torch.bfloat16,
             **options,
         )
     finally:

@@ -763,7 +763,7 @@ def never_called(owner: type, method: str) -> Make:
 
 fault("a scale is never updated", delayed)(never_called(delayed_state.DelayedState, "_update"))
 fault("the gradients' scales are never updated", delayed)(
-    never_called(delayed_state.DelayedState, "_finish_backward")
+    never_called(delayed_state.DelayedState, "_update_after_backward")
 )
 
 
