@@ -327,10 +327,10 @@ def process_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def is_locked(path: Path, *, without_locks: bool = True) -> bool:
+def is_locked(path: Path) -> bool:
     """Return True if a process holds a lock on the file `path`, or if `path` cannot be opened.
 
-    If the file system has no locks, return `without_locks`.
+    Return False if the file system has no locks.
 
     This function tests the lock by holding a shared lock for a moment. A process that calls
     `locked` in this moment finds that the file is locked.
@@ -341,5 +341,5 @@ def is_locked(path: Path, *, without_locks: bool = True) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        return without_locks or error.errno not in NOT_IMPLEMENTED
+        return error.errno not in NOT_IMPLEMENTED
     return False

@@ -102,12 +102,8 @@ class Counts:
     tokens: int = 0
     # Number of tokens that have a loss.
     trained: int = 0
-    # Number of malformed records that were skipped (on_bad_line: skip).
-    skipped: int = 0
     # Number of records without text.
     empty: int = 0
-    # Position and error of the first skipped record.
-    first_skipped: str | None = None
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
     unread: tuple[str, ...] = ()
@@ -115,13 +111,12 @@ class Counts:
     control: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        names = ("documents", "tokens", "trained", "skipped", "empty", "control")
+        names = ("documents", "tokens", "trained", "empty", "control")
         # Keep at most 30 names. Some datasets use data as names of columns, so the number of names
         # is unbounded.
         unread = sorted({*self.unread, *other.unread})[:30]
         return Counts(
             **{name: getattr(self, name) + getattr(other, name) for name in names},
-            first_skipped=self.first_skipped or other.first_skipped,
             unread=tuple(unread),
         )
 
@@ -130,12 +125,9 @@ def require_documents(settings: DataSettings, counts: Counts) -> None:
     """Raise InputError if `counts`, the counts of a whole source, has no documents."""
     if counts.documents:
         return
-    skipped = ""
-    if counts.skipped:
-        skipped = f" and {counts.skipped:,} malformed ones (first: {counts.first_skipped})"
     raise InputError(
         f"data.source: {settings.source}: the source contains no text, but "
-        f"{plural(counts.empty, 'empty record')}{skipped}"
+        f"{plural(counts.empty, 'empty record')}"
     )
 
 
@@ -159,9 +151,8 @@ def tokenize(
 
     Raises InputError if a long document cannot be encoded.
     """
-    skip_bad = settings.on_bad_line == "skip"
     control = None if settings.input_ids else tokenizer.control
-    documents, counts = read_chunk(chunk, records, skip_bad, control)
+    documents, counts = read_chunk(chunk, records, control)
     with as_input_error(
         (ValueError,),
         chunk.where,
@@ -179,17 +170,16 @@ def tokenize(
 
 
 def read_chunk(
-    chunk: Chunk, records: Records, skip_bad: bool, control: re.Pattern[str] | None = None
+    chunk: Chunk, records: Records, control: re.Pattern[str] | None = None
 ) -> tuple[list[Any], Counts]:
-    """Return the documents of `chunk`, and the numbers of its skipped and empty records.
+    """Return the documents of `chunk`, and the number of its empty records.
 
     With `control`, its matches in the columns that are read are counted too.
 
-    The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
-    skipped. Otherwise, the first malformed record raises InputError with its position.
+    The documents have the form that `records.fill` returns. The first malformed record raises
+    InputError with its position.
     """
     documents = []
-    skipped = []
     control_tokens = 0
     values: list[Any] = []
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
@@ -208,17 +198,10 @@ def read_chunk(
                 text = json.dumps(values, ensure_ascii=False, default=str)
                 control_tokens += len(control.findall(text))
         except (ValueError, OSError, RecursionError) as error:
-            message = f"{where}: {error}"
-            if not skip_bad:
-                raise InputError(
-                    f"{message}. To skip malformed records, set data.on_bad_line=skip"
-                ) from None
-            skipped.append(message)
+            raise InputError(f"{where}: {error}") from None
     filled = [document for document in documents if document]
     return filled, Counts(
-        skipped=len(skipped),
         empty=len(documents) - len(filled),
-        first_skipped=skipped[0] if skipped else None,
         unread=tuple(unread),
         control=control_tokens,
     )

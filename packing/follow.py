@@ -1,4 +1,4 @@
-"""Make the parts of a stream ahead of the run that reads them: `python -m pretrain follow`.
+"""Make the parts of a stream ahead of the run that reads them: `python -m packing.follow`.
 
 A part is a folder of packs, made from consecutive documents of a source. Its content depends only
 on the settings, the source, and the offset in the source where the part starts. It does not depend
@@ -11,14 +11,17 @@ hub is read from the file that contains this offset.
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from foundation.command import run_command
 from foundation.errors import InputError
-from foundation.files import is_locked, locked, remove_tree
+from foundation.files import locked, remove_tree
 from foundation.progress import say
 from packing.arrow import FIRST, MANIFEST
 from packing.chunks import require_documents
@@ -27,8 +30,6 @@ from packing.pack_maker import PackMaker, usable_cores
 from packing.settings import DataSettings
 from packing.store import training_sources
 from packing.stream import (
-    POSITION,
-    RUN_LOCK,
     PartStart,
     StreamedPacks,
     bytes_below,
@@ -46,24 +47,17 @@ _PART = "part-" + "[0-9]" * 8
 _POLL_SECONDS = 0.2
 
 
-def follow(settings: DataSettings, parent: int | None = None) -> None:
+def follow(settings: DataSettings, parent: int) -> None:
     """Make parts until the run that reads the stream has ended.
 
-    `parent` is the id of the run's process if the run has started this packer, else None. If
-    another packer already makes the parts of the stream, a packer with `parent` waits until the
-    other packer ends, and then makes the next parts. A packer without `parent` raises InputError.
+    `parent` is the id of the run's process, which has started this packer. If the packer of an
+    earlier run still makes parts of the stream, wait until it ends.
     """
 
-    def refuse_or_wait(holder: str) -> None:
-        if parent is None:
-            raise InputError(
-                f"{settings.packs}: {holder} already makes the parts of this stream, so a second "
-                "packer cannot run; end that process first to replace it"
-            )
+    def wait(holder: str) -> None:
         say(f"waiting for {holder}, which makes the parts of this stream")
 
-    run = ReadingRun(settings.packs, parent)
-    with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
+    with locked(settings.packs / PACKER_LOCK, wait), ExitStack() as stack:
         sources = training_sources(settings)
         # The run needs the other half of the cores.
         processes = usable_cores(2 * len(sources))
@@ -72,42 +66,11 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
             for name, source in sources.items()
         }
         for has_written in pack_ahead(settings, makers):
-            if run.has_ended():
+            # The system gives another parent to this process when the run has ended.
+            if os.getppid() != parent:
                 return
             if not has_written:
                 time.sleep(_POLL_SECONDS)
-
-
-class ReadingRun:
-    """The run that reads a stream, as its packer observes it.
-
-    packs: folder of the stream.
-    parent: id of the run's process if the run has started the packer, else None.
-    """
-
-    def __init__(self, packs: Path, parent: int | None = None) -> None:
-        self._parent = parent
-        self._lock = packs / RUN_LOCK
-        self._position = packs / POSITION
-        written_at = self._written_at()
-        # Time of the last position of an earlier run, or None if a run holds the lock now.
-        self._earlier = None if is_locked(self._lock) else written_at
-
-    def has_ended(self) -> bool:
-        """Return True if the run has ended.
-
-        If the user has started the packer, the run may start later. Until then, return False.
-        """
-        if self._parent is not None:
-            return os.getppid() != self._parent
-        # A short run may start and end between two calls, so its lock may never be seen. A newer
-        # position shows that a run has started. The lock file does not show it, because a run
-        # creates this file before it holds the lock.
-        return self._written_at() != self._earlier and not is_locked(self._lock)
-
-    def _written_at(self) -> int:
-        """Return the time of the newest position in nanoseconds, or 0 if there is none."""
-        return self._position.stat().st_mtime_ns if self._position.exists() else 0
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
@@ -205,3 +168,9 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, int]:
     require_documents(maker.settings, tokens.counts)
     arranged = maker.arrange(tokens.tokens(), held_out=begins_again)
     return arranged, start.epoch + begins_again
+
+
+if __name__ == "__main__":
+    section, process = sys.argv[1:]
+    data = DataSettings(**json.loads(section))
+    sys.exit(run_command(lambda: follow(data, int(process))))

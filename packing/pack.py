@@ -290,8 +290,6 @@ class Arranged:
             "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
         }
         statistics |= {
-            "skipped_lines": counts.skipped,
-            "first_skipped": counts.first_skipped,
             "empty_documents": counts.empty,
             "median_document": int(np.median(lengths)),
             "longest_document": int(lengths.max()),

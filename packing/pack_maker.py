@@ -80,12 +80,10 @@ class PackMaker(ExitStack):
     def key(self) -> dict[str, Any]:
         """Return all values that determine the tokens of this source.
 
-        The setting `on_bad_line` is not included. So if a record cannot be read after hours of
-        work, the user can set `on_bad_line` to `skip` and continue from this record. The value
-        `records` is the hash of the rule that reads records, including its chat template.
+        The value `records` is the hash of the rule that reads records, including its chat template.
         """
-        excluded = {"on_bad_line", "source", "tokenizer"}
-        key = self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded)
+        included = {*TOKEN_KEYS} - {"source", "tokenizer"}
+        key = self.settings.model_dump(mode="json", include=included)
         key["source files"] = self.source.identity
         key["tokenizer fingerprint"] = self.tokenizer.fingerprint
         key["records"] = sha256(repr(self.records).encode()).hexdigest()
@@ -95,7 +93,7 @@ class PackMaker(ExitStack):
         """Append documents to `part` until it is complete, or until the source ends.
 
         A part of a stream is complete if it has `window` tokens. Raises InputError if a record is
-        malformed and not skipped, or if a worker dies.
+        malformed, or if a worker dies.
         """
         window = math.inf
         chunk_bytes = None

@@ -140,7 +140,9 @@ def _comparable_settings(
     have changed are replaced by hashes of the content.
     """
     manifest = read_manifest(packs)
-    recorded = dict(manifest["settings"])
+    recorded = {
+        key: value for key, value in manifest["settings"].items() if key not in settings.REMOVED
+    }
     requested = content_settings(settings)
     # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):

@@ -251,7 +251,7 @@ class DataSettings(SourceSettings):
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    REMOVED: ClassVar = SourceSettings.REMOVED | {"weights_until": None}
+    REMOVED: ClassVar = SourceSettings.REMOVED | {"weights_until": None, "on_bad_line": "error"}
 
     packs: CopiedPath
     """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
@@ -312,13 +312,6 @@ class DataSettings(SourceSettings):
     truncate: documents are concatenated and cut where a pack is full.
     best_fit: only documents longer than a pack are cut.
     null: best_fit for chats, truncate for other documents.
-    """
-
-    on_bad_line: Literal["error", "skip"] = "error"
-    """Reaction to a record that cannot be read.
-
-    error: stop.
-    skip: skip and count such records.
     """
 
     # Keys whose values a source has in common with the `data` section. Empty in the section itself.
@@ -444,7 +437,7 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
 
 # TOKEN_KEYS are settings that determine the tokens of a source. LAYOUT_KEYS are settings that
 # determine how the tokens are divided into packs.
-TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
+TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer")
 LAYOUT_KEYS = ("length", "packing", "held_out")
 
 

@@ -33,14 +33,11 @@ from operator import ge
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from foundation.errors import InputError
 from foundation.files import (
     free_bytes,
     hash_of,
     locked,
-    replace_file,
     without_links,
     write_json,
 )
@@ -58,7 +55,6 @@ ENDLESS = 2**40
 # Seconds between two checks whether a part exists.
 POLL_SECONDS = 0.05
 LOG = "packer.log"
-_RECIPE = "packer.yaml"
 
 
 # ── Parts and positions on the disk ───────────────────────────────────────────────────────────────
@@ -153,10 +149,9 @@ def check_disk(settings: DataSettings) -> None:
 
 
 class PackerProcess(ExitStack):
-    """Process of `python -m pretrain follow` that makes the parts of a stream for this run.
+    """Process of `python -m packing.follow` that makes the parts of a stream for this run.
 
-    The process ends when the run ends, even if the run is killed. If another packer already makes
-    the parts, this packer waits until the other packer ends, and then makes the following parts.
+    The process ends when the run ends, even if the run is killed.
     """
 
     def __init__(self, settings: DataSettings, position: dict[str, Any]) -> None:
@@ -169,15 +164,10 @@ class PackerProcess(ExitStack):
         self.enter_context(locked(self._packs / RUN_LOCK, self._refuse))
         check_disk(settings)
         self._write(position)
-        recipe = self._packs / _RECIPE
-        text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
-        replace_file(recipe, text.encode())
         with open(self._packs / LOG, "wb", opener=without_links) as log:
             self.process = start_python(
-                "pretrain",
-                "follow",
-                str(recipe),
-                "--parent",
+                "packing.follow",
+                settings.model_dump_json(),
                 str(os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -99,7 +99,8 @@ class TokenLog(PartTokens, AbstractContextManager):
                 f"other settings or from other text ({changes}); either restore the earlier "
                 f"settings and text, set data.packs to another folder, or {remedy}"
             )
-        self.counts = Counts(**counts)
+        # Progress of an earlier version may have further counts.
+        self.counts = Counts(**{name: counts[name] for name in asdict(Counts())})
         self.offset = progress["place"]
 
     def _sizes(self) -> dict[str, int]:

@@ -83,7 +83,7 @@ class Workers(ExitStack):
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Yield the tokens of each chunk, in the order of `chunks`.
 
-        Raises InputError if a record is malformed and not skipped, or if a worker dies.
+        Raises InputError if a record is malformed, or if a worker dies.
         """
         pending: deque[Future[Tokens]] = deque()
         for chunk in chunks:

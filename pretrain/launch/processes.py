@@ -215,4 +215,4 @@ def open_log(path: Path) -> BinaryIO:
 
 def is_training(log: Path) -> bool:
     """Return True if processes of a training, perhaps of an earlier command, write to `log`."""
-    return is_locked(log, without_locks=False)
+    return is_locked(log)

@@ -4,7 +4,6 @@
     python -m pretrain prepare recipes/smoke.yaml data.length=1024
     python -m pretrain prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \
         data.packs=packs/corpus
-    python -m pretrain follow my.yaml
     python -m pretrain inspect packs/corpus --index 0
 
 Each function receives the parsed options of its command. `pretrain/settings/commands.py` defines
@@ -25,7 +24,6 @@ from foundation.errors import InputError
 from foundation.progress import Progress, say
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
-from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
@@ -73,9 +71,7 @@ def tokenizer_command(options: argparse.Namespace) -> None:
         counts = Counts()
         with Progress("learning", "characters") as line:
             for chunk in source.chunks({}):
-                documents, chunk_counts = read_chunk(
-                    chunk, source.records, settings.on_bad_line == "skip"
-                )
+                documents, chunk_counts = read_chunk(chunk, source.records)
                 # The document of a chat is a pair: the text of the chat, and the spans of its
                 # answers.
                 chunk_texts = [text if isinstance(text, str) else text[0] for text in documents]
@@ -94,7 +90,7 @@ def tokenizer_command(options: argparse.Namespace) -> None:
         print(f"The text has too few different words for {options.vocabulary:,} tokens.")
 
 
-# ── prepare and follow ────────────────────────────────────────────────────────────────────────────
+# ── prepare ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def prepare_command(options: argparse.Namespace) -> None:
@@ -104,20 +100,6 @@ def prepare_command(options: argparse.Namespace) -> None:
     for note in notes_of(cast(Packs, open_packs(settings, "train")), settings.tokenizer):
         say(note)
     print(folder)
-
-
-def follow_command(options: argparse.Namespace) -> None:
-    """Make the packs of a stream, part by part, until the run that reads them has ended."""
-    settings = load_data(options.recipe)
-    if settings.stream is None:
-        raise InputError(
-            "`data.streaming` is not a mapping, so packs are not made while a run trains; either "
-            "set data.streaming.disk_gb, for example to 20, or use `prepare`"
-        )
-    prepare(settings)
-    say(f"{settings.packs}: making parts ahead of the run that reads them")
-    follow(settings, options.parent)
-    say(f"{settings.packs}: the run has ended")
 
 
 # ── inspect ───────────────────────────────────────────────────────────────────────────────────────

@@ -639,24 +639,6 @@ _prepare.add_argument(
 )
 
 
-_follow = _command(
-    "follow",
-    "pretrain.run.pack_commands:follow_command",
-    """Tokenize and pack a stream while a run trains on it (data.streaming).
-
-    A run starts a packer itself. This command packs in another process, or on another machine.
-    """,
-    parser=PacksParser,
-)
-_follow.add_argument("recipe", nargs="*", help="recipe and settings, as for prepare")
-_follow.add_argument(
-    "--parent",
-    type=int,
-    metavar="PROCESS",
-    help="exit when the process with this id exits; set by a run that starts the packer",
-)
-
-
 _inspect = _command(
     "inspect",
     "pretrain.run.pack_commands:inspect_command",

@@ -83,7 +83,6 @@ _NOT_IDENTITY = (
     "data.input_ids",
     "data.packing",
     "data.held_out",
-    "data.on_bad_line",
 )
 
 # Prefix of the keys of `identity_of` for the values in the config.json of `model.source`.

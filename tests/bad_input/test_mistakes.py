@@ -144,7 +144,7 @@ CHAT = json.dumps({"p": "one two", "r": "three", "m": [{"role": "user", "content
 TEXTS = [
     ("", "", "text.jsonl"),
     (f'{DOCUMENT}\n{{"text": \n', "", "text.jsonl:2"),
-    ("nonsense\n", "data.on_bad_line=skip", "text.jsonl:1"),
+    ("nonsense\n", "", "text.jsonl:1"),
     (DOCUMENT, "data.text=body", "`body`"),
     (DOCUMENT, "data.text={title} {text}", "`title`"),
     (DOCUMENT, "data.text={text:.2f}", "'{text:.2f}'"),

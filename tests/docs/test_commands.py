@@ -160,7 +160,7 @@ def check_module(package: str, *arguments: str) -> None:
         assert pretrain([*arguments, *({"--dry-run"} - {*arguments})]) == 0, arguments
     elif name:
         options = commands.read(name, arguments[1:])
-        if name in ("prepare", "follow"):
+        if name == "prepare":
             load_data(options.recipe)
         elif name in ("train", "plan"):
             check(options.recipe, options.overrides, getattr(options, "config", None))

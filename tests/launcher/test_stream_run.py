@@ -9,8 +9,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from tests.conftest import ROOT, Finished, write_recipe
+from tests.conftest import Finished, write_recipe
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
@@ -91,7 +89,7 @@ def packer_of(run: LauncherProcess) -> psutil.Process:
     return next(
         child
         for child in psutil.Process(run.pid).children()
-        if "pretrain follow" in " ".join(child.cmdline())
+        if "packing.follow" in " ".join(child.cmdline())
     )
 
 
@@ -156,36 +154,6 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     assert resumed.status == 0, resumed.output
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == alone.losses()
-
-
-def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
-    alone: Finished, recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    recipe = elsewhere(recipe, tmp_path)
-    packs = tmp_path / "packs"
-    packer_log = packs / "packer.log"
-    command = [sys.executable, "-m", "pretrain", "follow", str(write_recipe(recipe, tmp_path))]
-    packer = subprocess.Popen(command, cwd=ROOT, env=os.environ)
-    try:
-        end = time.monotonic() + 60
-        while len(part_folders(packs)) < 3:
-            assert packer.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        run = LauncherProcess(
-            [str(tmp_path / "recipe.yaml")], tmp_path / "log", Moment("logged", "^3$")
-        )
-        run.wait_until_it_waits()
-        # The packer that the run has started imports its modules meanwhile, and then waits too.
-        message = f"waiting for process {packer.pid} on"
-        run.wait_until(lambda: packer_log.exists() and message in packer_log.read_text())
-        run.go_on()
-        finished = Finished(run.end(), (tmp_path / "log").read_text(), "", tmp_path / "run")
-        assert packer.wait(60) == 0
-    finally:
-        packer.kill()
-    assert finished.status == 0, finished.output
-    assert finished.losses() == alone.losses(), finished.output
 
 
 def test_a_streamed_run_goes_back_to_parts_that_are_deleted(

@@ -143,7 +143,7 @@ def in_table(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
-    return read_chunk(chunk, columns, skip_bad=False)
+    return read_chunk(chunk, columns)
 
 
 def test_nulls_in_tool_calls_are_kept_in_json_and_dropped_in_a_table() -> None:
@@ -152,7 +152,7 @@ def test_nulls_in_tool_calls_are_kept_in_json_and_dropped_in_a_table() -> None:
         "tools": [{"name": "f", "default": None}],
     }
     lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
-    (of_lines,), _ = read_chunk(lines, rule(TO_JSON), skip_bad=False)
+    (of_lines,), _ = read_chunk(lines, rule(TO_JSON))
     assert of_lines[0] == expected(TO_JSON, record["messages"], tools=record["tools"])
     assert '{"a": 1, "b": {"c": null}}' in of_lines[0] and '"default": null' in of_lines[0]
     (of_rows,), counts = in_table(record, rule(TO_JSON))
@@ -177,7 +177,7 @@ def test_a_map_in_a_table_is_an_object() -> None:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
-    ((text, _),), _ = read_chunk(chunk, rule(TO_JSON), skip_bad=False)
+    ((text, _),), _ = read_chunk(chunk, rule(TO_JSON))
     assert text == '<assistant>[f] {"city": "X"}<end>'
 
 
@@ -264,7 +264,7 @@ def test_a_chat_without_messages_or_answers_is_empty(
 ) -> None:
     columns = rule(template, messages)
     lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
-    for documents, counts in (read_chunk(lines, columns, False), in_table(record, columns)):
+    for documents, counts in (read_chunk(lines, columns), in_table(record, columns)):
         assert documents == [] and counts.empty == 1
 
 
@@ -369,4 +369,4 @@ def test_backslash_n_in_jinja_writes_the_same_text() -> None:
 def test_a_message_of_an_unreadable_chat_names_its_line() -> None:
     lines = Chunk("jsonl", "x.jsonl:", 1, b'{"m": "x"}', {})
     with pytest.raises(InputError, match=r"x\.jsonl:1: column `m` is not a list of messages"):
-        read_chunk(lines, rule(CHATML, "m"), skip_bad=False)
+        read_chunk(lines, rule(CHATML, "m"))

@@ -18,11 +18,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.files import hash_of
-from packing.arrow import read_manifest
+from foundation.files import hash_of, write_json
+from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
-from packing.prepare import prepare, summary
+from packing.prepare import holds_packs_of, prepare, summary
 from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings, StreamingSettings
 from packing.sources import DatasetSource
@@ -100,16 +100,26 @@ def test_documents_stay_in_their_split_if_the_source_grows(
     assert len((held_out_later & {*documents}) - held_out) <= growth
 
 
-def test_skipping_a_bad_line_keeps_tokens_before_it(settings: DataSettings, corpus: Path) -> None:
-    with corpus.open("a") as file:
-        file.write('{"broken"\n')
-    with pytest.raises(InputError, match=r"corpus.jsonl:\d+: .*on_bad_line"):
+def test_packs_and_progress_with_removed_keys_are_read(
+    settings: DataSettings, corpus: Path, documents: list[str]
+) -> None:
+    text = corpus.read_text()
+    corpus.write_text(text + '{"broken"\n')
+    with pytest.raises(InputError, match=rf"corpus.jsonl:{len(documents) + 1}: "):
         prepare(settings, progress=False)
-    assert json.loads((settings.packs.with_name(".packs.tokens") / "progress.json").read_text())[
-        "place"
-    ]
-    prepare(settings.model_copy(update={"on_bad_line": "skip"}), progress=False)
-    assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
+    progress = settings.packs.with_name(".packs.tokens") / "progress.json"
+    content = json.loads(progress.read_text())
+    content["counts"] |= {"skipped": 0, "first_skipped": None}
+    progress.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"corpus.jsonl:{len(documents) + 1}: "):
+        prepare(settings, progress=False)
+    shutil.rmtree(progress.parent)
+    corpus.write_text(text)
+    prepare(settings, progress=False)
+    manifest = read_manifest(settings.packs)
+    manifest["settings"]["on_bad_line"] = "skip"
+    write_json(settings.packs / MANIFEST, manifest | {"checksum": hash_of(manifest)})
+    assert holds_packs_of(settings)
 
 
 def test_a_source_that_changes_while_it_is_read_is_rejected(

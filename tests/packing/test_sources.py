@@ -39,10 +39,7 @@ def texts_of(
 ) -> list[str]:
     """Return the texts of a source from the place `begin` on, read in chunks of `size` bytes."""
     reader = open_reader(source, **more)
-    chunks = [
-        read_chunk(chunk, reader.records, skip_bad=False)[0]
-        for chunk in reader.chunks(begin or {}, size)
-    ]
+    chunks = [read_chunk(chunk, reader.records)[0] for chunk in reader.chunks(begin or {}, size)]
     return [text for documents in chunks for text in documents]
 
 
@@ -102,7 +99,7 @@ def test_every_format_yields_the_same_documents_from_any_place(
     assert texts_of(path) == texts_of(path, 3000) == documents
     source = open_reader(path)
     for chunk in source.chunks({}, size=60_000):
-        before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
+        before += len(read_chunk(chunk, source.records)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
 
@@ -141,7 +138,7 @@ def test_every_format_reads_columns_beside_ids_and_names_the_rest(
     records = TokenColumns(("input_ids",), TOKEN_COLUMNS, 600)
     settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
     for chunk in open_source(settings, records).chunks({}):
-        filled, counts = read_chunk(chunk, records, skip_bad=False)
+        filled, counts = read_chunk(chunk, records)
         assert [[ids.tolist() for ids in documents] for documents in filled] == [
             [[5 | UNTRAINED, 6, 7]]
         ] * 3
@@ -157,9 +154,7 @@ def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
     chunks = list(source.chunks({}, size=20_000))
-    assert [
-        text for c in chunks for text in read_chunk(c, source.records, skip_bad=False)[0]
-    ] == documents
+    assert [text for c in chunks for text in read_chunk(c, source.records)[0]] == documents
 
 
 @pytest.mark.parametrize(
@@ -253,7 +248,7 @@ def test_nan_and_infinity_are_no_text(tmp_path: Path) -> None:
     )
     for kind in ("parquet", "jsonl"):
         source = open_reader(tmp_path / f"x.{kind}", text="{title} {body}")
-        texts, counts = read_chunk(next(source.chunks({})), source.records, skip_bad=False)
+        texts, counts = read_chunk(next(source.chunks({})), source.records)
         assert texts == ["1.5 a"] and counts.empty == 2
 
 
@@ -270,14 +265,11 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:30])
-def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n')
-    with pytest.raises(InputError, match=r"x.jsonl:2[:,] .*on_bad_line"):
+    with pytest.raises(InputError, match=r"x.jsonl:2[:,] "):
         texts_of(path)
-    source = open_reader(path)
-    texts, counts = read_chunk(next(source.chunks({})), source.records, skip_bad=True)
-    assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
 
 CONTENTS = {
@@ -341,15 +333,7 @@ def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_
     records = [{"text": f"line\n[{n}]", "l": [[n]]} for n in range(9)]
     path = tmp_path / "x.json"
     path.write_text(json.dumps([*records, {"body": "x"}, *records], indent=indent))
-    source = open_reader(path)
-    texts, skipped = [], []
-    for chunk in source.chunks({}, size=100):
-        documents, counts = read_chunk(chunk, source.records, skip_bad=True)
-        texts += documents
-        skipped += [counts.first_skipped] if counts.skipped else []
-    assert texts == [record["text"] for record in records] * 2
-    assert len(skipped) == 1 and ", record 9: no column `text`" in skipped[0]
-    with pytest.raises(InputError, match=r"x\.json.*, record 9: .*on_bad_line"):
+    with pytest.raises(InputError, match=r"x\.json.*, record 9: no column `text`"):
         texts_of(path)
 
 
@@ -437,7 +421,7 @@ def test_rows_of_csv_are_read_as_they_were_written(
     path.write_bytes(compress(content.getvalue().encode()))
     reader = open_reader(path, text="{text}<|{b}")
     chunks = list(reader.chunks({}, size=size))
-    texts = [read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in chunks]
+    texts = [read_chunk(chunk, reader.records)[0] for chunk in chunks]
     expected = [f"{text}<|{b}" for text, b in rows if text or b]
     assert [text for chunk_texts in texts for text in chunk_texts] == expected
 

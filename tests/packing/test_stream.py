@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation import files
 from foundation.errors import InputError
-from foundation.files import locked, write_json
+from foundation.files import write_json
 from packing import stream
 from packing.arrow import FIRST, MANIFEST
-from packing.follow import ReadingRun, pack_ahead
+from packing.follow import pack_ahead
 from packing.pack_maker import PackMaker
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -35,7 +34,6 @@ from packing.store import open_packs, training_sources
 from packing.stream import (
     ENDLESS,
     POSITION,
-    RUN_LOCK,
     PackerProcess,
     PartStart,
     StreamedPacks,
@@ -43,6 +41,7 @@ from packing.stream import (
     order_of,
     read_position,
 )
+from packing.workers import start_python
 
 LENGTH = 32  # tokens of a pack
 STEP = 6  # packs of a step
@@ -307,13 +306,9 @@ def streamed_settings(
 
 
 @contextmanager
-def user_packer(data: DataSettings) -> Iterator[subprocess.Popen[str]]:
-    """Run `python -m pretrain follow` on these settings."""
-    recipe = data.packs.with_name("recipe.yaml")
-    recipe.write_text(yaml.safe_dump({"data": data.model_dump(mode="json")}))
-    command = [sys.executable, "-P", "-m", "pretrain", "follow", str(recipe)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def earlier_packer(data: DataSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the packer of an earlier run, whose process is this one."""
+    process = start_python("packing.follow", data.model_dump_json(), str(os.getpid()))
     try:
         yield process
     finally:
@@ -370,24 +365,20 @@ def test_a_thread_that_waits_for_a_part_can_be_stopped(
             packs.result()
 
 
-def test_a_killed_packer_is_replaced_and_a_finished_run_ends_it(
-    streamed_settings: DataSettings,
-) -> None:
-    """A user starts a packer before the run; the run's own one waits until it is needed."""
+def test_a_killed_packer_of_an_earlier_run_is_replaced(streamed_settings: DataSettings) -> None:
     data = streamed_settings
     with InProcessPacker(data) as packer:
         expected = [read for read, _ in steps(packed_by(packer, data), 0, 40)]
     for part in part_folders(data.packs):
         shutil.rmtree(part)
     (data.packs / POSITION).unlink()
+    prepare(data, progress=False)
+    made = len(part_folders(data.packs))
 
-    with user_packer(data) as first:
-        wait_until(lambda: part_folders(data.packs))  # before a run exists
+    with earlier_packer(data) as first:
+        wait_until(lambda: len(part_folders(data.packs)) > made)
         packs = open_packs(data, "train")
         with PackerProcess(data, packs.position) as packs.packer:
-            with user_packer(data) as second:
-                assert second.wait() == 2
-                assert "already makes the parts of this stream" in second.stderr.read()
             log = data.packs / "packer.log"
             wait_until(lambda: f"waiting for process {first.pid} on" in log.read_text())
             read = [packs for packs, _ in steps(packs, 0, 10)]
@@ -396,35 +387,13 @@ def test_a_killed_packer_is_replaced_and_a_finished_run_ends_it(
     assert read == expected
 
 
-def test_a_packer_of_a_user_ends_with_the_run(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs")
-    with user_packer(data) as packer:
-        wait_until(lambda: part_folders(data.packs))
-        with PackerProcess(data, read_position(data.packs, [""])):
-            time.sleep(0.3)
-            assert packer.poll() is None
-        assert packer.wait() == 0 and "the run has ended" in packer.stderr.read()
-
-
-def test_a_packer_of_a_run_ends_with_its_parent(tmp_path: Path) -> None:
-    assert not ReadingRun(tmp_path, os.getppid()).has_ended()
-    assert ReadingRun(tmp_path, os.getpid()).has_ended()
-
-
-def test_a_run_between_two_checks_of_a_packer_has_ended(tmp_path: Path) -> None:
-    first = ReadingRun(tmp_path)
-    (tmp_path / RUN_LOCK).touch()  # A run creates this file before it locks it.
-    assert not first.has_ended()
-    with locked(tmp_path / RUN_LOCK, pytest.fail):
-        write_json(tmp_path / POSITION, {})
-        assert not first.has_ended()
-    assert first.has_ended()
-    second = ReadingRun(tmp_path)
-    assert not second.has_ended()  # A run of the past is not waited for.
-    with locked(tmp_path / RUN_LOCK, pytest.fail):
-        write_json(tmp_path / POSITION, {})
-        assert not ReadingRun(tmp_path).has_ended()
-    assert second.has_ended()
+def test_a_packer_ends_with_its_parent(streamed_settings: DataSettings) -> None:
+    parent = "import os, sys; from packing.workers import start_python; "
+    parent += "start_python('packing.follow', sys.argv[1], str(os.getpid()))"
+    command = [sys.executable, "-P", "-c", parent, streamed_settings.model_dump_json()]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    # The parent ends at once. The output ends when the packer, which inherits it, has ended.
+    subprocess.check_output(command, env=environment, timeout=60)
 
 
 def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) -> None:
