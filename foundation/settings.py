@@ -9,7 +9,6 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -264,34 +263,12 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         return key, message if meant in (None, key) else f"{message}; {advice(meant)}"
     if isinstance(item["input"], list) and not item["type"].startswith("too_"):
         given += getattr(cls, "LIST_HELP", "")
-    return key, message + given + _number_meant(cls, location, item)
+    return key, message + given
 
 
 def _keys_in(cls: type[BaseModel], keys: list[str]) -> str:
     """Return the keys of the section at the path `keys`, for a message."""
     return ", ".join(sorted(_section(cls, keys).model_fields))
-
-
-# Exponents of the units with which people write numbers.
-_UNITS = {"%": "e-2", "k": "e3", "m": "e6", "b": "e9", "g": "e9", "t": "e12"}
-
-
-def _number_meant(cls: type[BaseModel], keys: Sequence[str], item: Mapping[str, Any]) -> str:
-    """Return the end of a message about a number with a unit, or a share for a whole number.
-
-    It is the number that was probably meant, or the first line of the key's documentation. Return
-    "" for other mistakes. `keys` is the key, and `item` an element of `ValidationError.errors()`.
-    """
-    text = shown(item["input"]).strip("'")
-    number, unit = text[:-1], text[-1:].lower()
-    if item["type"] == "int_from_float" or (item["type"] == "int_parsing" and unit == "%"):
-        field = _section(cls, [*keys[:-1]]).model_fields.get(keys[-1])
-        return f" ({field.description.splitlines()[0]})" if field and field.description else ""
-    if item["type"] in ("int_parsing", "float_parsing") and unit in _UNITS:
-        with suppress(ValueError):
-            meant = f"{float(number + _UNITS[unit]):g}"
-            return f"; write {meant.replace('e+0', 'e').replace('e+', 'e')}"
-    return ""
 
 
 def advice(match: str) -> str:

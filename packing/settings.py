@@ -306,6 +306,13 @@ class DataSettings(SourceSettings):
     tokenizer is set, each pack of such files is one document.
     """
 
+    token_dtype: Literal["uint16", "uint32", "int64"] | None = None
+    """Dtype of the ids in token files that do not record it, such as nanoGPT's `train.bin`.
+
+    int32 is read as uint32.
+    null: files have a header, or an index beside them.
+    """
+
     packing: Literal["truncate", "best_fit"] | None = None
     """Arrangement of documents in packs.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.storage import address_of, fetch, is_address
@@ -25,7 +23,7 @@ from packing.arrow import (
     read_manifest,
 )
 from packing.mds import INDEX, MDSPacks
-from packing.order import MixedPacks, evenly, splitmix64
+from packing.order import MixedPacks, splitmix64
 from packing.settings import SOURCE_NAME, DataSettings, files_of
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
@@ -119,32 +117,9 @@ def unprepared(settings: DataSettings) -> list[Path]:
     return [folder for folder in map(folder_of, all_sources(settings)) if not is_there(folder)]
 
 
-def notes_of(packs: Packs, tokenizer: str | None) -> list[str]:
-    """Return lines about training packs for the user. `tokenizer` is the recipe's."""
-    notes: list[str] = []
-    for source in packs.by_source.values():
-        notes += source.notes
-        # A token file records no tokenizer, and another machine may not have the recipe's.
-        with suppress(InputError):
-            loaded = load_tokenizer(tokenizer or str(source.path / "tokenizer.json"))
-            notes += _note_of_added_tokens(source, loaded.tokenizer)
-    return notes
-
-
-def _note_of_added_tokens(packs: Packs, tokenizer: Tokenizer) -> list[str]:
-    """Return a line if the tokenizer adds tokens to each text by itself that the packs lack."""
-    present = np.concatenate([packs[index].input_ids for index in evenly(len(packs), 16)])
-    # The tokens of an empty text are those that the tokenizer adds.
-    added = tokenizer.encode("")
-    lacking = [token for token in added.tokens if tokenizer.token_to_id(token) not in present]
-    if not lacking:
-        return []
-    token = lacking[0]
-    return [
-        f"{packs.path}: the tokenizer adds {token} to each text by itself, but the packs lack it; "
-        "encode prompts with `add_special_tokens=False`, or pack documents that begin with it, as "
-        f"data.text='{token}{{text}}'"
-    ]
+def notes_of(packs: Packs) -> list[str]:
+    """Return lines about training packs for the user."""
+    return [note for source in packs.by_source.values() for note in source.notes]
 
 
 # ── Opening ───────────────────────────────────────────────────────────────────────────────────────
@@ -183,7 +158,9 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     """Return the packs of one source, or None if the source has no packs of this split."""
-    openers = find_splits(folder_of(settings), settings.length, settings.tokenizer)
+    openers = find_splits(
+        folder_of(settings), settings.length, settings.tokenizer, settings.token_dtype
+    )
     must_carve = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not must_carve:
         return None
@@ -234,14 +211,15 @@ class SelectedPacks(Packs):
 
 
 def find_splits(
-    path: Path, length: int | None, tokenizer: str | None = None
+    path: Path, length: int | None, tokenizer: str | None = None, token_dtype: str | None = None
 ) -> dict[Split, Callable[[], Packs]]:
     """Map each split of the packs at `path` to a function that opens the split.
 
     `length` is the length of a pack, for formats that do not record it. If `length` is None, MDS
     packs have the length of their first sample, and packs of a token file have the default of
     `data.length`. If packs do not mark where documents end, each EOS token of `tokenizer` ends a
-    document. Raises InputError if there are no training packs.
+    document. `token_dtype` is the dtype of token files that do not record it. Raises InputError if
+    there are no training packs.
     """
     address = address_of(path)
     if is_address(address):
@@ -261,7 +239,8 @@ def find_splits(
             candidate = path / f"{name}{suffix}"
             if candidate.suffix in (".bin", ".npy") and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
-                return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
+                width = length or _DEFAULT_LENGTH
+                return partial(TokenBin, candidate, width, end_token, token_dtype)
             folders = [candidate]
             if not (candidate / INDEX).is_file():
                 inside = sorted(index.parent for index in candidate.glob(f"*/{INDEX}"))

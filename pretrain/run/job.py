@@ -337,7 +337,7 @@ def _training_of(
     mean_squared = float(length)
     if data:
         mean_squared = data.mean_squared
-        notices = [*notices, *notes_of(data.train, recipe.data.tokenizer)]
+        notices = [*notices, *notes_of(data.train)]
         if isinstance(data.train, MixedPacks):
             mixture = data.train.mixture
     precisions = PrecisionSchedule(checked.phases, steps)

@@ -13,7 +13,7 @@ the options.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.progress import Progress, say
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
@@ -97,7 +97,7 @@ def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
     settings = load_data(options.recipe)
     folder = prepare(settings)
-    for note in notes_of(cast(Packs, open_packs(settings, "train")), settings.tokenizer):
+    for note in notes_of(cast(Packs, open_packs(settings, "train"))):
         say(note)
     print(folder)
 
@@ -108,22 +108,26 @@ def prepare_command(options: argparse.Namespace) -> None:
 def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, print the text of a pack of each."""
     path = options.path
+    token_dtype = None
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
-        path = load_data([str(path), *options.overrides]).packs
+        settings = load_data([str(path), *options.overrides])
+        path = settings.packs
+        token_dtype = settings.token_dtype
     elif options.overrides:
         raise InputError(
             f"command line: {options.overrides[0]}: settings override a recipe, and {path} is no "
             "recipe; remove the settings, or name a recipe"
         )
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
-        _describe(folder, options.verify)
+        openers = find_splits(folder, None, token_dtype=token_dtype)
+        splits = {split: open_split() for split, open_split in openers.items()}
+        _describe(folder, splits, options.verify)
         if options.index is not None:
-            _print_text(find_splits(folder, None)["train"](), options.index, options.tokenizer)
+            _print_text(splits["train"], options.index, options.tokenizer)
 
 
-def _describe(path: Path, verify: bool) -> None:
+def _describe(path: Path, splits: Mapping[Split, Packs], verify: bool) -> None:
     """Describe the packs at `path`. With `verify`, compare their files with recorded hashes."""
-    splits = {split: open_split() for split, open_split in find_splits(path, None).items()}
     first = splits["train"]
     print(f"{path}: {type(first).__name__} of {first.length:,} tokens")
     recorded = ", ".join(

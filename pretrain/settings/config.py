@@ -81,6 +81,7 @@ _NOT_IDENTITY = (
     "data.messages",
     "data.chat_template",
     "data.input_ids",
+    "data.token_dtype",
     "data.packing",
     "data.held_out",
 )

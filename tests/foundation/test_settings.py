@@ -47,10 +47,6 @@ class Example(Settings):
     switch: bool | Recompute = False
     length: Literal["auto", "full"] | Count = "auto"
     warmup: Count = 0
-    """Number of warmup steps.
-
-    More text.
-    """
     name: str | None = None
     names: tuple[str, ...] = ()
     folder: FilePath = Path("packs")
@@ -93,12 +89,8 @@ class Example(Settings):
             ["must be a section (its keys: layers), but is 5; did you mean `recompute.layers`?"],
         ),
         ({"length": True}, ["must be auto, full or a number, not true or false"]),
-        ({"steps": "1B"}, ["but is '1B'; write 1e9"]),
-        ({"steps": "1.5k"}, ["but is '1.5k'; write 1500"]),
-        ({"rate": "2%"}, ["but is '2%'; write 0.02"]),
-        ({"rate": "high%"}, ["but is 'high%'"]),
-        ({"warmup": 0.1}, ["but is 0.1 (Number of warmup steps.)"]),
-        ({"warmup": "10%"}, ["but is '10%' (Number of warmup steps.)"]),
+        ({"steps": "1B"}, ["but is '1B'"]),
+        ({"warmup": 0.1}, ["but is 0.1"]),
         ({"rate": [1, 2]}, ["`rate`: Input should be a valid number, but is [1, 2]; use a matrix"]),
         ({"shares": [0.5, [1]]}, ["but is [1]; use a matrix"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),

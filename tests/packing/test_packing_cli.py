@@ -8,8 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from packing.arrow import ArrowPacks
 from packing.tokenizer import load_tokenizer, train_tokenizer
@@ -115,25 +113,6 @@ def test_a_tokenizer_is_trained_on_the_words_of_chats(tmp_path: Path) -> None:
         vocabularies.append(load_tokenizer(str(tmp_path / out)).tokenizer.get_vocab())
     assert vocabularies[0] == vocabularies[1]
     assert {"words", "answers"} <= vocabularies[0].keys()
-
-
-@pytest.mark.parametrize("text", ["text", "<bos>{text}"])
-def test_tokens_that_only_the_tokenizer_adds_are_named(
-    tokenizer_file: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<bos>"])
-    tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    source = tmp_path / "x.jsonl"
-    source.write_text('{"text": "abc"}\n' * 9)
-    values = {"source": source, "tokenizer": folder, "packs": tmp_path / "packs", "text": text}
-    assert main(["prepare", *(f"data.{key}={value}" for key, value in values.items())]) == 0
-    message = "the tokenizer adds <bos> to each text by itself, but the packs lack it"
-    assert (message in capsys.readouterr().err) == (text == "text")
 
 
 def test_packs_of_an_earlier_tokenizer_at_the_same_path_are_rejected(

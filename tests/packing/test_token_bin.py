@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import pickle
 import struct
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
@@ -85,7 +82,7 @@ def test_packs_hold_the_tokens_cut_at_the_end_token(tmp_path_factory, tokens, le
     assert len(documents) >= tokens.count(5)
 
 
-@pytest.mark.parametrize(("suffix", "writer"), [("bin", write), ("npy", write_npy)])
+@pytest.mark.parametrize(("suffix", "writer"), [("bin", write_llm_c), ("npy", write_npy)])
 def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path, suffix, writer):
     writer(tmp_path / f"train.{suffix}", range(64))
     writer(tmp_path / f"val.{suffix}", range(32))
@@ -160,175 +157,48 @@ def write_llmq(path: Path, tokens: np.ndarray, mask: np.ndarray | None = None) -
 @given(
     count=st.integers(1, 70),
     length=st.integers(1, 30),
-    kind=st.sampled_from(["llmq", "llmq without a mask", "labels_mask_part_0.npy", "x.mask.npy"]),
+    masked=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_masks_in_a_file_and_beside_it_are_read(tmp_path_factory, count, length, kind, seed):
-    folder = tmp_path_factory.mktemp("masks")
+def test_tokens_and_masks_of_llmq_are_read(tmp_path_factory, count, length, masked, seed):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 151_936, count)
     mask = rng.integers(0, 2, count).astype(bool)
-    if kind.startswith("llmq"):
-        path = write_llmq(folder / "x.bin", tokens, mask if kind == "llmq" else None)
-    elif kind == "x.mask.npy":
-        path = write_npy(folder / "x.npy", tokens, "uint32")
-        np.save(folder / kind, mask)
-    else:
-        path = write(folder / "token_ids_part_0.npy", tokens, "uint32")
-        (folder / kind).write_bytes(mask.tobytes())
-        (folder / "token_ids_part_0.csv.gz").write_bytes(gzip.compress(f"0,{count},a\n".encode()))
-    packs = TokenBin(path, length)
+    path = tmp_path_factory.getbasetemp() / "llmq.bin"
+    packs = TokenBin(write_llmq(path, tokens, mask if masked else None), length)
     read = [packs[index].trained for index in range(len(packs))]
-    if kind == "llmq without a mask":
-        assert read == [None] * len(packs)
-    else:
+    if masked:
         assert np.concatenate(read)[:count].tolist() == mask.tolist()
         assert not np.concatenate(read)[count:].any()
+    else:
+        assert read == [None] * len(packs)
     assert tokens_of(packs) == tokens.tolist()
 
 
-def test_a_folder_of_olmo_has_its_bounds_and_masks(tmp_path):
-    for part in range(2):
-        name = tmp_path / f"token_ids_part_000{part}.npy"
-        write(name, [7, 7, 8, 8, 8, 9 + part])
-        bounds = f"0,2,{part},a.jsonl,1\n2,5,b,a.jsonl,2\n5,6,c,a.jsonl,3\n"
-        name.with_suffix(".csv.gz").write_bytes(gzip.compress(bounds.encode()))
-        (tmp_path / f"labels_mask_part_000{part}.npy").write_bytes(bytes([0, 1, 0, 1, 1, part]))
-    with pytest.raises(InputError, match=r"name each in data\.sources"):
-        open_packs(DataSettings(packs=tmp_path, length=4), "train")
-    names = [f"token_ids_part_000{part}.npy" for part in range(2)]
-    sources = [{"name": name, "weight": 1} for name in names]
-    data = DataSettings(packs=tmp_path, length=4, sources=sources)
-    packs = open_packs(data, "train")
-    assert lengths_of(packs) == [[2, 2], [1, 1]] * 2
-    assert tokens_of(packs) == [7, 7, 8, 8, 8, 9, 7, 7, 8, 8, 8, 10]
-    assert [packs[index].trained.tolist() for index in (0, 3)] == [
-        [False, True, False, True],
-        [True, True, False, False],
-    ]
-    fingerprint = packs.fingerprint
-    (tmp_path / "labels_mask_part_0001.npy").write_bytes(bytes([1] * 6))
-    assert open_packs(data, "train").fingerprint != fingerprint
-
-
-def npy_of(values: list[float]) -> bytes:
-    """Return the content of a file of numpy.save."""
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("beside", "content", "message"),
-    [
-        (
-            "x.csv.gz",
-            gzip.compress(b"0,2\n3,6\n", mtime=0),
-            "does not have the bounds of all documents",
-        ),
-        (
-            "x.csv.gz",
-            gzip.compress(b"0,2\n2,5\n", mtime=0),
-            "does not have the bounds of all documents",
-        ),
-        ("x.csv.gz", gzip.compress(b"start,end\n0,6\n", mtime=0), "does not have the bounds"),
-        ("x.csv.gz", b"0,6\n", "does not have the bounds"),
-        ("x.csv.gz", gzip.compress(b"0,6\n", mtime=0)[:-1], "does not have the bounds"),
-        ("x_mask.npy", bytes(5), r"is not a mask of x\.npy: .* each of 6 tokens"),
-        ("x_mask.npy", npy_of([0, 1, np.nan, 0, 1, 1]), r"is not a mask of x\.npy"),
-        ("x_mask.npy", npy_of([0, 1, -1, 0, 1, 1]), r"is not a mask of x\.npy"),
-        ("x_labels.npy", bytes([1, 2, 0, 0, 0, 0]), r"is not a mask of x\.npy"),
-        ("x.loss", b"", r"is not a mask of x\.npy"),
-    ],
-)
-def test_a_file_beside_the_tokens_that_does_not_fit_is_refused(tmp_path, beside, content, message):
-    writer = write if beside == "x.csv.gz" else write_npy
-    path = writer(tmp_path / "x.npy", range(6))
-    (tmp_path / beside).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{beside}: the file {message}"):
-        TokenBin(path, 4)
-
-
-@given(
-    dtype=st.sampled_from(["uint16", "int16", "uint32", "int32", "int64", "uint64"]),
-    lowest=st.sampled_from([0, 1, 7, 256, 50_000, 65_530, 65_536, 131_072, 2**19]),
-    vocabulary=st.sampled_from([1, 2, 4, 8, 16, 65, 256, 512, 50_257, 151_936, 2**20]),
-    rows=st.sampled_from([1, 2, 5, 8, 16, 17, 40, 1001]),
-    pattern=st.sampled_from(["uniform", "zipf", "counting"]),
-    odd=st.sampled_from([None, -1, -100]),
-    share=st.sampled_from([0.0, 0.2, 0.8]),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=150, deadline=None)
-def test_ids_of_any_width_and_range_are_read_right_or_refused(
-    tmp_path_factory, dtype, lowest, vocabulary, rows, pattern, odd, share, seed
-):
-    rng = np.random.default_rng(seed)
-    draw = {"uniform": rng.integers(0, vocabulary, rows), "zipf": rng.zipf(1.4, rows) - 1}
-    ids = np.minimum(draw.get(pattern, np.arange(rows)), 2**20) % vocabulary
-    tokens = np.minimum(lowest + ids, min(np.iinfo(dtype).max, 2**31)).astype(np.int64)
-    # One negative id, or many, as in padded rows. 16 bits have none.
-    if is_odd := odd is not None and "16" not in dtype:
-        tokens[rng.integers(rows)] = odd
-        tokens[rng.random(rows) < share] = odd
-    path = write(tmp_path_factory.getbasetemp() / "any.bin", tokens.astype(dtype), dtype)
-    try:
-        read = tokens_of(TokenBin(path, 100))
-    except InputError as error:
-        words = ["fits several dtypes", "as files of another kind do"]
-        assert any(word in str(error) for word in [*words, *(["have negative ids"] * is_odd)])
-    else:
-        assert read == tokens.tolist()
-
-
-@pytest.mark.parametrize("vocab_size", [256, 50_257, 151_936])
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("odd", [-1, -100, 2**32 - 1, 2**31 - 1])
-def test_one_odd_id_does_not_change_the_dtype(tmp_path, vocab_size, dtype, odd):
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 20_000)
-    tokens[777] = odd
-    path = write(tmp_path / "x.bin", tokens.astype(dtype), dtype)
-    packs = TokenBin(path, 100)
-    assert packs[0].input_ids.tolist() == tokens[:100].tolist() and len(packs) == 200
-    if odd < 0 or (odd == 2**32 - 1 and dtype == "int32"):
-        # Files of int32 are read as uint32.
-        shown = odd % 2**32 if dtype == "int32" else odd
-        with pytest.raises(InputError, match=rf"pack 7 has the id {shown}, but ids are from 0"):
-            packs[7]
-
-
-@pytest.mark.parametrize("vocab_size", [4, 12, 60, 50_257, 65_536, 151_936])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
-@pytest.mark.parametrize("end", [None, 0, 3])
-def test_the_dtype_of_a_usual_file_is_inferred(tmp_path, dtype, vocab_size, end):
-    tokens = np.random.default_rng(0).integers(0, min(vocab_size, np.iinfo(dtype).max), 1000)
-    if end is not None:
-        # Documents of an even length, so that the end token is at even or at odd places only.
-        tokens[7::8] = end
-    packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
-    assert packs[3].input_ids.tolist() == tokens[30:40].tolist() and len(packs) == 100
-
-
-@pytest.mark.parametrize(
-    ("tokens", "dtype"),
-    [
-        ([5], "uint16"),
-        ([0] * 4096, "uint16"),
-        ([0] * 4096, "int64"),
-        ([50_256] * 4096, "uint32"),
-        ([1, 0] * 2048, "uint16"),
-        ([65_536, 65_539] * 2048, "uint32"),
-        ([65_536, 65_539] * 2048, "int64"),
-        # Digits that always have a large id before them.
-        ([50_256, *range(10), 3] * 512, "uint16"),
-    ],
-)
-def test_a_file_that_fits_several_dtypes_is_refused(tmp_path, tokens, dtype):
+def test_the_dtype_of_a_file_without_a_header_is_a_setting(tmp_path, dtype):
+    tokens = [50_256, *range(99)]
     path = write(tmp_path / "train.bin", tokens, dtype)
-    with pytest.raises(InputError, match=r"train\.bin: .* fits several dtypes; .* numpy\.save"):
-        TokenBin(path, 8)
-    packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
-    assert tokens_of(packs) == tokens
+    with pytest.raises(InputError, match=r"train\.bin: .* does not record .* `data\.token_dtype`"):
+        open_packs(DataSettings(packs=path, length=10), "train")
+    data = DataSettings(packs=tmp_path, length=10, token_dtype=dtype)
+    assert tokens_of(open_packs(data, "train")) == tokens
+
+
+@pytest.mark.parametrize(("dtype", "shown"), [("uint32", 2**32 - 100), ("int64", -100)])
+def test_negative_ids_are_refused(tmp_path, dtype, shown):
+    path = write(tmp_path / "x.bin", [7, 8, -100, 9], "int32" if dtype == "uint32" else dtype)
+    packs = TokenBin(path, 2, dtype=dtype)
+    assert packs[0].input_ids.tolist() == [7, 8]
+    with pytest.raises(InputError, match=rf"pack 1 has the id {shown}, but ids are from 0"):
+        packs[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"odd"])
+def test_an_empty_or_cut_file_without_a_header_is_refused(tmp_path, content):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.bin: the file is not a complete list of token ids"):
+        TokenBin(tmp_path / "x.bin", 8, dtype="uint16")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", ">u2", "int32", "uint64"])
@@ -336,9 +206,6 @@ def test_files_of_numpy_have_the_dtype_of_their_header(tmp_path, dtype):
     tokens = np.random.default_rng(0).integers(0, 100, 50)
     packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
     assert tokens_of(packs) == tokens.tolist()
-    # OLMo's files have the same suffix, but no header.
-    raw = TokenBin(write(tmp_path / "raw.npy", tokens), 8)
-    assert tokens_of(raw) == tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -391,20 +258,16 @@ def sum_of_lengths(document: list[list[int]]) -> int:
     return sum(map(len, document))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "unmasked.bin"])
-def test_files_beside_a_linked_file_are_found_beside_either_name(tmp_path, name):
-    far = tmp_path / "far/loss_1.bin"
+def test_an_index_beside_a_linked_file_is_found_beside_either_name(tmp_path):
+    far = tmp_path / "far/far.bin"
     far.parent.mkdir()
     write_megatron(far, [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
-    mask = write(tmp_path / "far/mask_1.bin", [0, 1, 1, 0, 1], "uint8")
-    link = tmp_path / name
+    link = tmp_path / "train.bin"
     link.symlink_to(far)
     fingerprint = TokenBin(link, 4).fingerprint
     far.with_suffix(".idx").rename(link.with_suffix(".idx"))
-    mask.rename(tmp_path / f"{link.stem}-mask.npy")
     packs = TokenBin(link, 4)
     assert lengths_of(packs) == [[2, 1, 1], [1]]
-    assert packs[0].trained.tolist() == [False, True, True, False]
     assert packs.fingerprint == fingerprint
 
 
@@ -455,38 +318,6 @@ def test_shards_of_a_folder_are_read_as_sources(tmp_path):
     assert tokens_of(packs) == [token for path in shards for token in tokens_of(TokenBin(path, 8))]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        b"version https://git-lfs.github.com\n",
-        b"PK\x03\x04",
-        b"LITPKDS",
-        b"MYTOKENS v1",
-        "Привет всем".encode(),
-        "你好你好".encode(),
-        pickle.dumps([1, 2]),
-        pickle.dumps(np.arange(9), protocol=2),
-        struct.pack("<Q", 300) + b'{"a":',
-    ],
-)
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_file_of_another_kind_is_refused(tmp_path, start, dtype):
-    tokens = np.random.default_rng(0).integers(0, 50_257, 100).astype(dtype)
-    path = tmp_path / "train.bin"
-    path.write_bytes(start + bytes(-len(start) % 4) + tokens.tobytes())
-    with pytest.raises(InputError, match=r"train\.bin: .*it begins with b"):
-        TokenBin(path, 8)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", np.random.default_rng(0).standard_normal(5000).astype("<f4").tobytes()]
-)
-def test_floats_and_empty_files_are_no_token_files(tmp_path, content):
-    (tmp_path / "x.bin").write_bytes(content)
-    with pytest.raises(InputError, match=r"x\.bin: the file does not record the dtype"):
-        TokenBin(tmp_path / "x.bin", 8)
-
-
 @pytest.mark.parametrize("name", ["corpus.idx", "corpus.jsonl", "folder"])
 def test_packs_that_are_no_token_file_are_refused(tmp_path, name):
     path = tmp_path / name
@@ -510,12 +341,12 @@ def test_tokens_behind_a_header_of_llm_c(tmp_path, magic, dtype):
 
 
 def test_the_fingerprint_changes_with_the_packs(tmp_path):
-    path = write(tmp_path / "train.bin", range(64))
+    path = write_npy(tmp_path / "train.npy", range(64))
     prints = [
         TokenBin(path, 8).fingerprint,
         TokenBin(path, 16).fingerprint,
         TokenBin(path, 8, end_token=3).fingerprint,
     ]
     assert TokenBin(path, 8).fingerprint == prints[0]
-    write(path, [*range(63), 5])
+    write_npy(path, [*range(63), 5])
     assert len({*prints, TokenBin(path, 8).fingerprint}) == 4
