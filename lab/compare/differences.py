@@ -25,10 +25,6 @@ MARGIN = MARGIN_PERCENT / 100
 # of possible true means. v is the variance of this distribution, divided by the variance of the
 # values. The value 10 makes the intervals narrowest for five to eight seeds.
 MIXED_OVER = 10.0
-# Probability that the number of seeds that `seeds_for_verdict` estimates is enough for a final
-# verdict, and the largest number that it estimates.
-PROBABLY_ENOUGH = 0.80
-MOST_ESTIMATED_SEEDS = 200
 # Verdicts over seeds. The last two texts may be appended to "worse" and "better".
 EQUIVALENT = "equivalent"
 WORSE = "worse"
@@ -154,37 +150,10 @@ class LossDifference(Sample):
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
             error: Error probability, between 0 and 1.
         """
-        return self._verdict_after(len(self.by_seed), self.variance, margin, error)
-
-    def seeds_for_verdict(self, margin: float, error: float) -> int | None:
-        """Return a number of seeds that is enough for a final verdict in most cases.
-
-        A verdict is final if it is not in OPEN_VERDICTS. The estimate assumes that the mean of the
-        differences stays the same. Their variance over few seeds is too small about as often as it
-        is too large. So it is multiplied by (n + 1) / (n - 2) for n seeds, which is close to the
-        upper end of its one-sided 75 % interval. The first differences of a simulated
-        series were followed by a final verdict within the returned number of seeds in about
-        PROBABLY_ENOUGH of the series, or more (benchmarks/which_estimates.py).
-
-        The number includes the seeds so far. With fewer than FEWEST_SEEDS seeds, it is the smallest
-        number that allows a verdict. Return None if the number is larger than MOST_ESTIMATED_SEEDS.
-        See `verdict` for `margin` and `error`.
-        """
-        number = len(self.by_seed)
-        if number < FEWEST_SEEDS:
-            return fewest_seeds(error)
-        variance = self.variance * (number + 1) / (number - 2)
-        for seeds in range(number + 1, MOST_ESTIMATED_SEEDS + 1):
-            if self._verdict_after(seeds, variance, margin, error) not in OPEN_VERDICTS:
-                return seeds
-        return None
-
-    def _verdict_after(self, seeds: int, variance: float, margin: float, error: float) -> str:
-        """Return the verdict for the same mean after `seeds` seeds with the given variance."""
         return verdict_from(
             self.mean,
-            half_width(seeds, variance, error),
-            half_width(seeds, variance, 2 * error),
+            self.half_width(error),
+            self.half_width(2 * error),
             margin * abs(self.baseline),
         )
 

@@ -18,15 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from foundation.units import duration
 from lab.compare.comparison import speed_ratio
 from lab.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
-    FEWEST_SEEDS,
-    MOST_ESTIMATED_SEEDS,
     OPEN_VERDICTS,
-    PROBABLY_ENOUGH,
     WORSE,
     LossDifference,
     Sample,
@@ -44,6 +40,8 @@ POWERS = np.arange(0.05, 1.5, 0.05)
 # Advice about the recommended candidate, and about a candidate that may not be faster.
 USE = "use this"
 NO_GAIN = "not shown to be faster at equal loss"
+# Advice about a candidate with an open verdict.
+NEEDS_SEEDS = f"more seeds are needed (at most {MOST_SEEDS} are trained)"
 
 
 @dataclass
@@ -75,13 +73,6 @@ class Verdict:
     gain_interval: list[float] | None = None
     # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
     word: str = CANNOT_TELL
-    # If the verdict is open: number of seeds, including the trained ones, that are enough with the
-    # probability PROBABLY_ENOUGH. None if the number is larger than MOST_ESTIMATED_SEEDS. Before
-    # FEWEST_SEEDS seeds, it is the number without which no verdict is possible.
-    enough_seeds: int | None = None
-    # Estimated seconds of the rounds that are missing to `enough_seeds`. None if there would be
-    # more than MOST_SEEDS rounds.
-    more_seconds: float | None = None
     # Advice about the candidate, such as USE.
     advice: str = ""
 
@@ -121,13 +112,6 @@ def verdicts_after(rounds: Rounds) -> list[Verdict]:
     """
     protocol = rounds.protocol
     verdicts = [verdict_of(protocol, rounds.runs, name) for name in protocol.candidates]
-    # The next rounds train all open candidates.
-    open_candidates = [verdict.name for verdict in verdicts if verdict.is_open]
-    seconds_of_round = rounds.seconds(open_candidates)
-    for verdict in verdicts:
-        if verdict.held_out and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
-            missing = verdict.enough_seeds - len(verdict.held_out.by_seed)
-            verdict.more_seconds = seconds_of_round * missing
     eligible = [verdict for verdict in verdicts if verdict.is_eligible]
     best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
     for verdict in verdicts:
@@ -144,7 +128,7 @@ def advice_on(verdict: Verdict, best: Verdict | None, base: str) -> str:
         base: Name of the baseline.
     """
     if verdict.is_open:
-        return _advice_on_open(verdict)
+        return NEEDS_SEEDS
     if verdict.held_out and verdict.gain is None:
         if verdict.speedup:
             return (
@@ -161,17 +145,6 @@ def advice_on(verdict: Verdict, best: Verdict | None, base: str) -> str:
     return NO_GAIN
 
 
-def _advice_on_open(verdict: Verdict) -> str:
-    """Return the number of seeds and hours that would be enough for a final verdict."""
-    seeds = verdict.enough_seeds or f"more than {MOST_ESTIMATED_SEEDS}"
-    enough = f"{seeds} seeds would be enough with a probability of {100 * PROBABLY_ENOUGH:g} %"
-    if verdict.more_seconds is None:
-        return f"{enough}, but at most {MOST_SEEDS} are trained"
-    more = f"{duration(verdict.more_seconds)} more of --hours"
-    has_estimate = verdict.held_out and len(verdict.held_out.by_seed) >= FEWEST_SEEDS
-    return f"about {more} ({enough})" if has_estimate else f"needs at least {more}"
-
-
 def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdict:
     """Return the verdict of the candidate or baseline `name` after `rounds`, without advice."""
     pairs = [(runs[protocol.base], runs[name]) for runs in rounds if name in runs]
@@ -183,8 +156,6 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     held_out = _difference(pairs, "served_loss" if protocol.served else "held_out_loss")
     word = held_out.verdict(protocol.margin, protocol.error)
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
-    if verdict.is_open:
-        verdict.enough_seeds = held_out.seeds_for_verdict(protocol.margin, protocol.error)
     slopes_of_base = [loss_slope(base) for base, _ in pairs]
     slope = Sample(dict(zip(held_out.by_seed, slopes_of_base, strict=True)))
     slopes = slope.interval(protocol.error)

@@ -33,7 +33,7 @@ from lab.experiments.matrix_file import Matrix, MatrixSettings, Values, make_mat
 from lab.experiments.matrix_run import say, wait_for_earlier_start
 from lab.experiments.protocol import MOST_SEEDS, Protocol, Rounds
 from lab.experiments.verdicts import verdicts_after
-from lab.experiments.which_answer import VERDICT_FILE, write_answer
+from lab.experiments.which_answer import VERDICT_FILE, conditions, write_answer
 from lab.experiments.which_length import allowed_steps, fit_steps, with_steps
 from lab.experiments.which_trainings import (
     DEFAULT_SETTINGS,
@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
         rounds = Rounds(protocol, trainings.trials([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         run_rounds(trainings, rounds, deadline)
-    say(f"\nWritten: {folder / VERDICT_FILE}")
+    say(f"\n{conditions(trainings, rounds.protocol)}\n\nWritten: {folder / VERDICT_FILE}")
     return 1 if any(verdict.is_open for verdict in verdicts_after(rounds)) else 0
 
 
@@ -210,11 +210,6 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
     """
     file = trainings.folder / PROTOCOL_FILE
     if not file.exists():
-        if (trainings.folder / VERDICT_FILE).exists():
-            raise InputError(
-                f"{trainings.folder}: has {VERDICT_FILE}, but no {PROTOCOL_FILE}; use another "
-                "--run_dir"
-            )
         return None
     stored = Protocol(**load_object(file, "use another --run_dir"))
     # If the command line names no candidates, it accepts those of the protocol.
@@ -283,11 +278,7 @@ def new_protocol(
     trials = trainings.trials(names)
     # Speeds of candidates that the recipe does not allow are not measured.
     protocol = replace(protocol, seconds=dict.fromkeys(map(candidate_of, trials.cells), 0.0))
-    try:
-        check_branches(trainings, with_steps(protocol, allowed[-1]))
-    except InputError:
-        # A phase that ends after a number of steps may be too early only for long runs.
-        check_branches(trainings, with_steps(protocol, allowed[0]))
+    check_branches(trainings, with_steps(protocol, allowed[-1]))
     seconds, start = measure(trainings, trials)
     protocol = fit_steps(
         replace(protocol, seconds=seconds, start=start),
@@ -352,7 +343,8 @@ def check_branches(trainings: WhichTrainings, protocol: Protocol) -> None:
         if first_end <= protocol.trunk or not has_same_rate:
             raise InputError(
                 f"cell {cell.name}: candidates continue from step {protocol.trunk:,} of the "
-                "baseline; let decays of the learning rate and phases of precision begin later"
+                "baseline; let decays of the learning rate and phases of precision begin later, or "
+                "set --steps to a smaller number"
             )
 
 

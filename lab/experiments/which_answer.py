@@ -22,10 +22,7 @@ BASELINE = "baseline"
 
 
 def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
-    """Write verdict.json, and return the text to print.
-
-    The text has the table, the answer, and the conditions for the answer to be valid.
-    """
+    """Write verdict.json, and return the table and the answer as text."""
     protocol = rounds.protocol
     verdicts = verdicts_after(rounds)
     text = answer(trainings, protocol, verdicts)
@@ -35,8 +32,13 @@ def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
         "candidates": {verdict.name: verdict.as_json() for verdict in verdicts},
     }
     write_json(trainings.folder / VERDICT_FILE, content)
+    return f"{table(rounds, verdicts)}\n\n{text}"
+
+
+def conditions(trainings: WhichTrainings, protocol: Protocol) -> str:
+    """Return the conditions for the answer to be valid, as text."""
     tokens = count(protocol.steps * trainings.recipe.batch.tokens)
-    limits = (
+    return (
         f"This result is valid for this model after {tokens} tokens, with a margin of "
         f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the table's "
         f"intervals is {100 * (1 - protocol.error):.3g} % after every round, if the differences "
@@ -45,7 +47,6 @@ def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
         "interval takes a rare bad seed into account that has not been trained. Longer runs and "
         "larger models may need a more exact precision."
     )
-    return f"{table(rounds, verdicts)}\n\n{text}\n\n{limits}"
 
 
 def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:

@@ -8,7 +8,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from foundation.errors import InputError
-from foundation.units import duration
 from lab.compare.comparison import group_names
 from lab.compare.differences import (
     EQUIVALENT,
@@ -315,7 +313,7 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
         "current": ("equivalent", "not"),
         "delayed+head": ("worse, within the margin", "smaller"),
         "nvfp4": ("worse by more than the margin", "faster"),
-        "mxfp8": ("cannot tell", "about"),
+        "mxfp8": ("cannot tell", "more"),
     }
     assert candidates["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2))
     gain = 1.3 / np.exp(0.0005 / 0.2)
@@ -329,41 +327,6 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
     assert max(map(abs, candidates["delayed"]["trained"]["by_seed"].values())) < 1e-9, (
         "the last losses are of the same steps"
     )
-    assert candidates["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed takes 400 and 320 steps"
-    assert candidates["mxfp8"]["enough_seeds"] == 8
-
-
-def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
-    shared_rounds: TrainedRounds,
-) -> None:
-    rounds = deepcopy(shared_rounds.rounds)
-
-    def spread(name: str, differences: list[float]) -> None:
-        for runs, difference in zip(rounds.runs, differences, strict=True):
-            runs[name].summary["held_out_loss"] = 2.0 + difference
-
-    spread("nvfp4", [-0.003, 0.004, 0.002, -0.002, 0.003])
-    verdicts = {verdict.name: verdict for verdict in verdicts_after(rounds)}
-    assert [name for name, verdict in verdicts.items() if verdict.is_open] == ["nvfp4", "mxfp8"]
-    a_round = rounds.seconds(["nvfp4", "mxfp8"])
-    assert a_round == (5 + 40) + 2 * (5 + 32), "the baseline and two branches"
-    for verdict in (verdicts["nvfp4"], verdicts["mxfp8"]):
-        assert verdict.more_seconds == (verdict.enough_seeds - 5) * a_round
-        seeds = f"({verdict.enough_seeds} seeds would be enough with a probability of 80 %)"
-        assert verdict.advice == f"about {duration(verdict.more_seconds)} more of --hours {seeds}"
-    assert verdicts["nvfp4"].enough_seeds > verdicts["mxfp8"].enough_seeds
-    spread("mxfp8", [-0.03, 0.04, 0.02, -0.02, 0.03])
-    spread("nvfp4", [0.001, 0.004, 0.007, 0.004, 0.004])
-    verdicts = {verdict.name: verdict for verdict in verdicts_after(rounds)}
-    for name, seeds in (("nvfp4", "37"), ("mxfp8", "more than 200")):
-        assert verdicts[name].more_seconds is None
-        assert verdicts[name].advice == (
-            f"{seeds} seeds would be enough with a probability of 80 %, but at most 20 are trained"
-        )
-    del rounds.runs[2:]
-    (verdict,) = (verdict for verdict in verdicts_after(rounds) if verdict.name == "nvfp4")
-    assert verdict.more_seconds == 2 * rounds.seconds(list(CANDIDATES)), "four seeds are needed"
-    assert verdict.advice.startswith("needs at least ")
 
 
 def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
@@ -391,7 +354,7 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
     low = shared_rounds.candidates()["delayed"]["gain_interval"][0]
     assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
     assert f"train_accelerate.py {shared_rounds.file} precision=delayed" in output
-    assert miss_rates()[1] in " ".join(output.split())
+    assert output.count(miss_rates()[1]) == 1
     rows = rows_of(output)
     assert rows["bf16"][-1][:2] == ["5", "2.0000"] and rows["bf16"][-1][3] == "3,000"
     assert "+2.500 ±" in rows["nvfp4"][-1][1]

@@ -1,4 +1,4 @@
-"""Estimates of `which`: seeds until a verdict, and tokens for equal loss."""
+"""Estimates of `which`: tokens for equal loss, and the smallest number of seeds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.which_estimates import SCHEDULES, seeds_enough, share_of_extra_tokens
+from benchmarks.which_estimates import SCHEDULES, share_of_extra_tokens
 from lab.compare.differences import (
     LossDifference,
     fewest_seeds,
 )
 from lab.experiments.protocol import Protocol
-from lab.experiments.verdicts import Verdict, loss_slope, tokens_for
+from lab.experiments.verdicts import loss_slope, tokens_for
 from pretrain.metrics.run_record import RunRecord
 from tests.conftest import ROOT
 from tests.lab.made_runs import RECIPE
@@ -66,22 +66,6 @@ def test_fewest_seeds_are_the_first_with_a_finite_interval(candidates: int, seed
     assert enough.half_width(error) is not None
 
 
-@pytest.mark.parametrize(("cost", "candidates"), [(0.0, 1), (2.0, 4)])
-def test_the_estimated_seeds_are_enough_as_often_as_stated(cost: float, candidates: int) -> None:
-    """The differences have a standard deviation of a margin, and the verdict is open at 4 seeds."""
-    assert seeds_enough(cost, 1.0, candidates, series=50, before=(4,))["enough"]["4"] > 0.75
-
-
-def test_the_estimate_of_equal_differences_is_the_next_seed_with_a_final_verdict() -> None:
-    for loss in (0.0, 0.002, 0.0031, 0.5):
-        differences = LossDifference(dict.fromkeys(range(3), loss), 1.0)
-        seeds = differences.seeds_for_verdict(0.003, 0.0125)
-        repeated = [LossDifference(dict.fromkeys(range(n), loss), 1.0) for n in (3, 4)]
-        words = [difference.verdict(0.003, 0.0125) for difference in repeated]
-        assert [Verdict("", word=word).is_open for word in words] == [True, False] and seeds == 4
-    assert LossDifference({0: 0.1, 1: -0.1, 2: 0.1}, 1.0).seeds_for_verdict(0.003, 0.01) is None
-
-
 def test_recorded_shares_of_extra_tokens_are_reproduced() -> None:
     """A decay during the complete run removes 0.3 nats of the baseline's loss."""
     recorded = json.loads(ESTIMATES.read_text())["tokens"]["by_floor"]
@@ -108,23 +92,3 @@ def test_the_estimates_in_the_docs_are_those_of_the_result_file() -> None:
     for floor, text in (("0", "none"), ("0.1", "0.1 nats"), ("0.3", "0.3 nats")):
         shares = [share for kind in early for share in tokens["by_floor"][kind][floor].values()]
         assert f"| {text} | {span(shares, 2)} |" in page
-
-    def enough(costs: set[float], spreads: set[float]) -> str:
-        chosen = [
-            figures
-            for figures in content["seeds"]
-            if figures["cost"] in costs and figures["spread"] in spreads
-        ]
-        return span((100 * share for row in chosen for share in row["enough"].values()), 0)
-
-    wide = {1.0}
-    narrow = {0.3, 0.5}
-    assert (
-        f"in {enough({0.0, 2.0}, wide)} % of the series with a standard deviation of one margin, "
-        f"and in {enough({0.0, 2.0}, narrow)} % with 0.3 or 0.5 margins" in page
-    )
-    assert f"enough in {enough({0.5}, wide)} % and {enough({0.5}, narrow)} %" in page
-    rows = [figures for figures in content["seeds"] if figures["spread"] == 1.0]
-    named = span((100 * (1 - row["share_beyond_most_seeds"]) for row in rows), 0)
-    right = span((100 * row["enough_if_most_seeds_or_fewer"] for row in rows), 0)
-    assert f"are named in {named} % of the series, and are enough in {right} % of these" in page
