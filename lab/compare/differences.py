@@ -17,8 +17,6 @@ from pretrain.settings.commands import MARGIN_PERCENT
 
 # Probability that all intervals of a table contain the true values.
 CONFIDENCE = 0.95
-# Minimum number of seeds for an interval. With two seeds, the interval is unbounded.
-FEWEST_SEEDS = 3
 # Default margin, as a share of the baseline's loss. A smaller difference counts as equivalent.
 MARGIN = MARGIN_PERCENT / 100
 # Parameter v of the sequential test in `half_width`. The test averages over a normal distribution
@@ -53,7 +51,7 @@ def half_width(seeds: int, variance: float, error: float) -> float | None:
     There is one interval after each seed. With a probability of at least 1 - `error`, all these
     intervals contain the true mean. So it is valid to look at the interval after each seed, and to
     train no more seeds once the interval is narrow enough. Return None if the interval is
-    unbounded. With fewer than FEWEST_SEEDS seeds, it always is.
+    unbounded. With one or two seeds, it always is.
 
     The interval after n seeds consists of all means m for which the statistic
 

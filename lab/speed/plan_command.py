@@ -18,7 +18,7 @@ from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.cards import card_called
-from pretrain.plan.plan import KEPT_FREE, Plan, Training, settings_that_fit
+from pretrain.plan.plan import KEPT_FREE, SAVE_MEMORY, Plan, Training
 from pretrain.plan.rendering import (
     flops_line,
     horizon_lines,
@@ -148,7 +148,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         reasons = [missing]
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
-            reason = prediction.reason if fits(plan) else f"does not fit; {settings_that_fit(plan)}"
+            reason = prediction.reason if fits(plan) else f"does not fit; {SAVE_MEMORY}"
             reasons = [*plan.experts_in_bf16, reason]
         for remark in filter(None, reasons):
             remarks[remark].append(label)

@@ -41,6 +41,13 @@ from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
+# Settings that save memory, for messages. The last three change the results of a run.
+SAVE_MEMORY = (
+    "to save memory, set a smaller `batch.microbatch`, `model.gradient_checkpointing: full`, "
+    "`optimizer.offload: state` (AdamW), --config zero or fsdp2 on several devices, "
+    "`weights: bf16_exact`, `optimizer.moments: bf16` or `optimizer.gradients: bf16`"
+)
+
 
 @dataclass(frozen=True)
 class Training:
@@ -242,6 +249,12 @@ class Plan(Training):
         return sum(self.memory(microbatch).values())
 
     @property
+    def memory_by_part(self) -> str:
+        """Return the parts of the expected memory as text: "parameters 3.2 GiB, ..."."""
+        parts = self.memory(self.expected_microbatch)
+        return ", ".join(f"{name} {units.memory(size / units.GIB)}" for name, size in parts.items())
+
+    @property
     def host_memory(self) -> int:
         """Return the bytes of pinned host memory that each device needs (`optimizer.offload`)."""
         return sum(optimizer_state(self.recipe, self.flops, self.devices, on_host=True).values())
@@ -271,7 +284,7 @@ class Plan(Training):
         if needed > available:
             warnings.append(
                 f"a device needs about {units.memory(needed)}, which may not fit into its memory "
-                f"of {units.memory(available)}; {settings_that_fit(self)}"
+                f"of {units.memory(available)}: {self.memory_by_part}; {SAVE_MEMORY}"
             )
         if recipe.weights == "bf16":
             warnings.append(
@@ -390,65 +403,3 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 def _fits(plan: Plan, packs: int) -> bool:
     """Return True if a microbatch of `packs` packs fits into the memory of a device."""
     return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory
-
-
-# ── Settings that fit ─────────────────────────────────────────────────────────────────────────────
-
-
-def settings_that_fit(plan: Plan, memory: float = math.inf) -> str:
-    """Return a clause with the fewest settings that make a run fit, or that no settings do.
-
-    The clause also has the largest `batch.microbatch` that fits, if it is smaller than the plan's.
-
-    memory: the bytes of memory that a device may use, if this is less than in the plan.
-    """
-    most = min(memory, plan.devices.memory)
-    is_fp32 = plan.recipe.weights == "fp32" and plan.compute_dtype == torch.bfloat16
-    # Map settings that save memory, the least costly first, to a value that is true if the run can
-    # have them. The last three change the results of the run.
-    possible = {
-        "--config=zero": plan.devices.topology == "ddp",
-        "--config=fsdp2": plan.devices.topology in ("ddp", "zero"),
-        "model.gradient_checkpointing=full": True,
-        "optimizer.offload=state": plan.recipe.optimizer.name == "adamw",
-        "weights=bf16_exact": is_fp32,
-        "optimizer.moments=bf16": True,
-        "optimizer.gradients=bf16": True,
-    }
-    needed = [setting for setting, applies in possible.items() if applies]
-    if _with(plan, needed).takes(1) > most:
-        return "no settings make it fit"
-    for setting in reversed(needed):
-        fewer = [other for other in needed if other != setting]
-        if _with(plan, fewer).takes(1) <= most:
-            needed = fewer
-    smaller = _with(plan, needed)
-    sizes = [size for size in plan.microbatch_sizes if size < plan.expected_microbatch]
-    while sizes and smaller.takes(sizes[-1]) > most:
-        del sizes[-1]
-    if sizes and smaller.takes(plan.expected_microbatch) > most:
-        needed = [f"batch.microbatch={sizes[-1]}", *needed]
-    return f"it fits with `{' '.join(needed).replace('--config=', '--config ')}`"
-
-
-def _with(plan: Plan, settings: Sequence[str]) -> Plan:
-    """Return a copy of `plan` with settings of `settings_that_fit`, and without spent memory."""
-    plan = replace(plan, chunk=None, keeps_rotated=False)
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        section, _, name = key.rpartition(".")
-        if key == "--config":
-            devices = replace(plan.devices, sharded=True, gathered=value == "zero")
-            plan = replace(plan, devices=devices)
-            continue
-        changed: object = value
-        # A key without a section is a key of the recipe itself.
-        if section:
-            changed = getattr(plan.recipe, section).model_copy(update={name: value})
-        recipe = plan.recipe.model_copy(update={section or name: changed})
-        layers = plan.layers
-        # The only setting of this section recomputes all layers.
-        if section == "model":
-            layers = {name: [part.as_recomputed() for part in layers[name]] for name in layers}
-        plan = replace(plan, recipe=recipe, layers=layers)
-    return plan

@@ -28,7 +28,7 @@ from pretrain.observe.observers import Observer, Observers, Step, is_due
 from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
-from pretrain.plan.plan import KEPT_FREE, settings_that_fit
+from pretrain.plan.plan import SAVE_MEMORY
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.evaluate import figures_of, held_out_sums
 from pretrain.run.job import Job
@@ -145,11 +145,9 @@ def choose_microbatch(
                 )
     smallest = min(fitting)
     if smallest == 0:
-        # One pack needs more than its estimate, or more than a trial may use.
-        most = (1 - KEPT_FREE) * min(plan.devices.memory, plan.takes(1))
         raise InputError(
-            "`batch.microbatch: auto`: not even 1 pack fits into memory; by the plan, "
-            f"{settings_that_fit(plan, most)}; a shorter `data.length` needs less too"
+            "`batch.microbatch: auto`: not even 1 pack fits into memory; by the plan, it needs "
+            f"{plan.memory_by_part}; {SAVE_MEMORY}, or a shorter `data.length`"
         )
     return smallest
 

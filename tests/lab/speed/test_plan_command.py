@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -229,16 +228,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed(plan_llama: RunPlan) -> None:
     assert "\n1 x RTX 4090, 23.5 GiB, compute capability 8.9, speed by" in out
     assert float(small["needs"].split()[0]) > 23.5 and large["needs"].endswith("GiB")
     assert "±" in large["tokens/s"] and large["time"] != "–"
-    assert ": does not fit; no settings make it fit" in " ".join(out.split())
-
-
-def test_a_plan_with_the_settings_that_it_names_fits(plan_llama: RunPlan) -> None:
-    on = ("precision=bf16", "--on", "H100")
-    out = plan_llama(*on)[1]
-    assert table(out, "1 x H100")["bf16"]["tokens/s"] == "does not fit"
-    settings = re.findall(r"bf16: does not fit; it fits with\s`(.*?)`", out, re.DOTALL)[0].split()
-    row = table(plan_llama(*on, *settings)[1], "1 x H100")["bf16"]
-    assert row["time"] != "–" and not row["needs"].endswith("barely")
+    assert ": does not fit; to save memory, set a smaller" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from lab.speed import targets
 from lab.speed.targets import devices_called, obstacle
-from pretrain.plan.plan import Plan, Training, settings_that_fit
+from pretrain.plan.plan import Plan, Training
 from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
@@ -89,55 +89,6 @@ def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
     alone = plan_on("8xH100", precision, weights="fp32", batch=batch, topology="ddp")
     assert alone.takes(1) <= alone.devices.memory < alone.takes(12)
     assert plan.devices.sharded
-
-
-def with_settings(changes: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Return the sections of a recipe with key=value settings."""
-    changed = {"weights": "fp32", "train": {"tokens": 10**9}} | changes
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        section, _, name = key.rpartition(".")
-        if not section:
-            changed[name] = value
-            continue
-        before = {"model": {"source": "some/model"}, "batch": {"tokens": 2**17}}.get(section, {})
-        changed[section] = {**before, **changed.get(section, {}), name: value}
-    return changed
-
-
-@pytest.mark.parametrize(
-    ("target", "precision", "changes"),
-    [
-        ("RTX 5090", "bf16", {"batch": {"tokens": 2**17, "microbatch": 1}}),
-        ("RTX 4090", "delayed", {"batch": {"tokens": 2**17}}),
-        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 32}}),
-        ("H100", "delayed", {"batch": {"tokens": 2**17, "microbatch": 1}}),
-        ("RTX A6000", "bf16", {"optimizer": {"name": "muon"}, "weights": "bf16"}),
-        ("8xB200", "mxfp8", {"batch": {"tokens": 2**21, "microbatch": 64}, "topology": "ddp"}),
-        ("4xRTX 3090", "bf16", {"topology": "ddp"}),
-        ("2xRTX 3090", "fp32", {"topology": "zero"}),
-    ],
-)
-@pytest.mark.parametrize("packs", [1, 8])
-def test_settings_that_fit_do_fit_and_none_of_them_can_be_left_out(
-    target: str, precision: str, changes: dict[str, Any], packs: int, plan_on: Callable
-) -> None:
-    changes = changes | {"data": {"packs": "p", "length": 4096 * packs}}
-    clause = settings_that_fit(plan_on(target, precision, **with_settings(changes, ())))
-    if clause == "no settings make it fit":
-        return
-    words = (
-        clause.removeprefix("it fits with `").removesuffix("`").replace("--config ", "topology=")
-    )
-
-    def fits(settings: Sequence[str]) -> bool:
-        plan = plan_on(target, precision, **with_settings(changes, settings))
-        return plan.takes(plan.expected_microbatch) <= plan.devices.memory
-
-    settings = words.split()
-    assert fits(settings)
-    for setting in settings:
-        assert not fits([other for other in settings if other != setting]), setting
 
 
 @pytest.mark.parametrize(

@@ -174,11 +174,13 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_plan_that_does_not_fit_names_offloading_and_its_host_memory(
+def test_a_plan_that_does_not_fit_names_its_parts_and_settings(
     qwen3: PreTrainedModel,
 ) -> None:
     small = Devices(name="RTX 3090", memory=23 * GIB)
-    assert "optimizer.offload=state" in " ".join(plan(qwen3, devices=small).warnings)
+    (warning,) = plan(qwen3, devices=small).warnings
+    assert "GiB: parameters 6.4 GiB, gradients 6.4 GiB, optimizer moments 12.8 GiB" in warning
+    assert "; to save memory, set " in warning and "`optimizer.offload: state`" in warning
     text = " ".join(render(plan(qwen3, recipe(optimizer={"offload": "moments"}))).split())
     assert ", and 12.8 GiB of host memory (optimizer.offload) " in text
 
