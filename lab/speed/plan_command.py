@@ -38,7 +38,8 @@ ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.c
 # The last column needs a price.
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (
-    "tokens/s: predicted, ± the error of a prediction, with the packages of requirements-cuda.txt",
+    "tokens/s: predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
+    "± 15 % on several GPUs, and with experts, recomputation, long documents or Muon",
     "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
     "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
@@ -143,14 +144,14 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     rows = []
     remarks = defaultdict(list)
     for label, plan in plans.items():
-        prediction = predict(plan)
         missing = obstacle(plan)
-        reasons = [missing]
-        if missing is None:
-            rows.append(_row(label, plan, prediction, price))
-            reason = prediction.reason if fits(plan) else f"does not fit; {SAVE_MEMORY}"
-            reasons = [*plan.experts_in_bf16, reason]
-        for remark in filter(None, reasons):
+        if missing:
+            remarks[missing].append(label)
+            continue
+        prediction = predict(plan)
+        rows.append(_row(label, plan, prediction, price))
+        reason = prediction.reason if fits(plan) else f"does not fit; {SAVE_MEMORY}"
+        for remark in filter(None, [*plan.experts_in_bf16, reason]):
             remarks[remark].append(label)
     major, minor = devices.capability or (0, 0)
     memory = units.memory(devices.memory / (1 - KEPT_FREE) / GIB)

@@ -7,14 +7,14 @@ BF16, in FP8 with a scale per tensor, and in FP8 with a scale per block.
 `python -m benchmarks.planner_fit` fits them again and prints the errors. The other constants are
 read off profiles of steps and of kernels in benchmarks/results.
 
-The bar of a prediction is the error of the card (`pretrain.metrics.cards`), or UNUSUAL if that is
-larger and few such steps were measured. The speed is not known if no step was measured on a similar
-card. The gain over BF16 may still be known, because most errors are the same in both precisions.
+The bar of a prediction is the error of the card (`pretrain.metrics.cards`). The speed is not known
+if no step was measured on a similar card. The gain over BF16 may still be known, because most
+errors are the same in both precisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lab.speed.work import Work, work_of
@@ -58,16 +58,9 @@ MUON_SENT = {"one": 0, "ddp": 2, "zero": 4, "fsdp2": 4}
 # and to reduce its FP32 gradient.
 SENT = {"sum": 8, "gather": 2, "reduce": 4}
 
-# Half-width of the error of a speed, as a fraction, for work of which few steps were measured.
-UNUSUAL = 0.15
 # Half-widths of the error of a gain: on cards with measured steps, and on others.
 GAIN = 0.05
 ROUGH_GAIN = 0.10
-# Work is unusual if the time has a larger share of attention, or a smaller share of GEMMs, passes
-# and attention together, than in any fitted step. No step with other head dimensions was measured.
-MOST_ATTENTION = 0.3
-LEAST_IN_LAYERS = 0.855
-HEAD_DIMS = (64, 128)
 # No speed is predicted for microbatches with fewer tokens, because they wait for the host: FP8 was
 # 6 and 16 % slower than predicted with 2,048 and 1,024 tokens (planner_rows.csv). More GPUs were
 # not measured.
@@ -201,28 +194,24 @@ def _sent(work: Work, microbatches: float) -> float:
 
 
 def predict(plan: Plan) -> Prediction:
-    """Return the predicted speed of a run on the devices of its plan."""
+    """Return the predicted speed of a run on the devices of its plan, which can run it."""
     card = card_of(plan.devices.name)
     if card is None:
         return Prediction(reason=f"{plan.devices.name} is not in the table of GPUs")
-    works = []
     seconds = in_bf16 = 0.0
     for first, last, active in plan.schedule.spans:
         work = work_of(plan, active)
         if reason := _why_not(plan, card, work):
             return Prediction(reason=reason)
-        works.append(work)
         steps = last - first + 1
         seconds += steps * sum(step_seconds(card, work).values())
         in_bf16 += steps * sum(step_seconds(card, _in_bf16(work)).values())
-    bar = bar_of(card, works)
-    return Prediction(
-        tokens_per_second=plan.total_tokens / seconds if bar else None,
-        bar=bar,
-        reason="" if bar else "no step was measured on a similar card",
-        gain=in_bf16 / seconds,
-        gain_bar=GAIN if bar == MEASURED else ROUGH_GAIN,
-    )
+    gain = in_bf16 / seconds
+    if card.error is None:
+        reason = "no step was measured on a similar card"
+        return Prediction(reason=reason, gain=gain, gain_bar=ROUGH_GAIN)
+    gain_bar = GAIN if card.error == MEASURED else ROUGH_GAIN
+    return Prediction(plan.total_tokens / seconds, card.error, gain=gain, gain_bar=gain_bar)
 
 
 def _in_bf16(work: Work) -> Work:
@@ -232,31 +221,6 @@ def _in_bf16(work: Work) -> Work:
     )
 
 
-def bar_of(card: Card, works: Iterable[Work]) -> float | None:
-    """Return the half-width of the error of the speed of steps, or None if it is not known."""
-    if card.error is None:
-        return None
-    is_unusual = any(_is_unusual(card, work) for work in works)
-    return max(card.error, UNUSUAL) if is_unusual else card.error
-
-
-def _is_unusual(card: Card, work: Work) -> bool:
-    """Return True if few steps of this kind were measured."""
-    flops = work.flops
-    if work.devices.count > 1 or any(work.recomputed) or not work.fused:
-        return True
-    # Muon updates the `hidden_weights`. There are none with AdamW.
-    uses_muon = flops.hidden_weights > 0
-    if flops.expert_weights or uses_muon or flops.shape.head_dim not in HEAD_DIMS:
-        return True
-    parts = step_seconds(card, work)
-    seconds = sum(parts.values())
-    in_layers = parts["GEMMs"] + parts["passes"] + parts["attention"]
-    has_more_attention = parts["attention"] > MOST_ATTENTION * seconds
-    has_less_in_layers = in_layers < LEAST_IN_LAYERS * seconds
-    return has_more_attention or has_less_in_layers
-
-
 def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
     """Return the reason why neither speed nor gain is predicted for a step of `plan`, or None."""
     precision = work.precision
@@ -264,8 +228,6 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
     devices = plan.devices
     if costs is None or card.capability >= costs.below:
         return f"no step in {precision} was measured on such a card"
-    if precision != BF16.name and not card.fp8:
-        return f"this card has no GEMMs in {precision}"
     if work.attention not in ATTENTION:
         return f"no step with the attention {work.attention} was measured"
     if plan.recipe.model.compile == "none" and not work.fused:
