@@ -17,6 +17,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
+from lab.compare.differences import MARGIN
 from lab.compare.fairness import same_held_out
 from lab.compare.page import check_replaceable
 from lab.compare.report import Report
@@ -29,25 +30,18 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    The first run in the tables is the baseline, or the same settings with another seed if the
-    baseline is not finished. All other finished and halted cells follow, the best cell first. If a
-    halted cell were omitted, the mean over the other seeds with the same settings would look better
-    than it is. If no two cells differ only in their seeds, and all were evaluated on the same data,
-    the first line names the cell with the lowest held-out loss.
+    The first run in the tables is the baseline. All other finished and halted cells follow, the
+    best cell first. If a halted cell were omitted, the mean over the other seeds with the same
+    settings would look better than it is. If no two cells differ only in their seeds, and all were
+    evaluated on the same data, the first line names the cell with the lowest held-out loss.
     """
     baseline = matrix.baseline
-    ended: list[RunRecord] = []
-    base = None
-    for cell in sorted(matrix.cells, key=lambda cell: cell != baseline):
-        run = cell.record()
-        if run and run.has_ended:
-            ended.append(run)
-            # The baseline, or else the first finished cell that differs from it only in its seed.
-            if base is None and run.is_finished and cell.but_for_seed == baseline.but_for_seed:
-                base = run
-    if base is None:
+    base = baseline.record()
+    if base is None or not base.is_finished:
         return f"There is no report, because the baseline {baseline.name} is not finished."
-    runs = sorted(ended, key=lambda run: [run is not base, *_place(run)])
+    others = [cell.record() for cell in matrix.cells if cell != baseline]
+    ended = [run for run in others if run and run.has_ended]
+    runs = [base, *sorted(ended, key=_place)]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
@@ -55,11 +49,10 @@ def write_report(matrix: Matrix) -> str:
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
-    best = min(runs, key=_place)
+    evaluated = [run for run in runs if "held_out_loss" in run.summary]
     has_one_seed = len(report.seeds.results) == len(runs)
-    on_same_data = all(same_held_out(best, run) for run in runs)
-    if has_one_seed and on_same_data and "held_out_loss" in best.summary:
-        parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
+    if has_one_seed and evaluated and all(same_held_out(evaluated[0], run) for run in evaluated):
+        parts.insert(0, lowest_loss(evaluated))
     if missing := len(matrix.cells) - len(runs):
         parts.append(
             f"{missing} of {len(matrix.cells)} cells are not finished, so this report does not "
@@ -72,6 +65,24 @@ def _place(run: RunRecord) -> list[float]:
     """Return the sort key of a run. Runs without a held-out loss are the last ones."""
     losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
     return [not run.is_finished, *losses]
+
+
+def lowest_loss(runs: Sequence[RunRecord]) -> str:
+    """Return a line with the lowest held-out loss, and the runs that may be as good.
+
+    Another seed may change the order of losses that differ by less than MARGIN.
+    """
+    losses = {run.name: run.summary["held_out_loss"] for run in runs}
+    best = min(losses, key=losses.__getitem__)
+    lowest = losses.pop(best)
+    line = f"Lowest held-out loss: {lowest:.4f}, {best}."
+    close = [name for name, loss in losses.items() if loss < (1 + MARGIN) * lowest]
+    if close:
+        line += (
+            f" Another seed may change the order of {best} and {', '.join(close)}, because their "
+            f"losses differ by less than {100 * MARGIN:g} %."
+        )
+    return line
 
 
 def page_of(matrix: Matrix) -> Path:
@@ -91,14 +102,14 @@ def main(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         processes=options.processes,
     )
-    cells = matrix.only(options.only)
+    cells = matrix.cells
     if options.cell is not None:
-        if not 0 <= options.cell < len(cells):
+        cells = cells[options.cell : options.cell + 1]
+        if not cells:
             raise InputError(
                 f"command line: --cell {options.cell}: there is no such cell; choose a number from "
-                f"0 to {len(cells) - 1}"
+                f"0 to {len(matrix.cells) - 1}"
             )
-        cells = [cells[options.cell]]
     if not options.dry_run:
         return run_cells(matrix, cells, single=options.cell is not None)
     for cell in cells:
@@ -113,9 +124,9 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     `single` is true if `cells` has only the cell that `--cell` selects. In this case no report is
     written, because other jobs of the same job array may still run the other cells.
     """
-    # The lock of the matrix folder prevents two commands from starting the same runs, and runs of
-    # two `--only` from sharing devices without a mark. With `--cell`, the matrix folder is not
-    # locked, so that several jobs can run one cell each. Every run also locks its run folder.
+    # The lock of the matrix folder prevents two commands from starting the same runs. The folder is
+    # not locked with `--cell`, so that several jobs can run one cell each. Every run also locks its
+    # run folder.
     with RunFolder(
         matrix.folder,
         owner=not single,

@@ -100,14 +100,6 @@ class Cell:
     run_dir: Path
 
     @property
-    def but_for_seed(self) -> Values:
-        """Return `values` without the seed.
-
-        The result is equal for two cells that differ only in their seeds.
-        """
-        return {key: value for key, value in self.values.items() if key != "seed"}
-
-    @property
     def log(self) -> Path:
         """Return the path of the log file. If the cell is started again, its output is appended."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
@@ -229,33 +221,6 @@ class Matrix:
         """Return the innermost folder that contains all run folders, for the report."""
         return Path(os.path.commonpath([cell.run_dir.parent for cell in self.cells]))
 
-    def only(self, filters: Sequence[str]) -> list[Cell]:
-        """Return the cells that the key=value arguments in `filters` select.
-
-        A key may occur several times, with different values. A cell is selected if, for every key
-        in `filters`, the value of the cell is one of the values that `filters` lists for the key.
-        Raises InputError if no cell is selected.
-        """
-        # Compare values instead of text, because 4e-3 and 0.004 are the same value.
-        required: dict[str, list[Any]] = {}
-        for key, value in parse_overrides(filters):
-            required.setdefault(key, []).append(value)
-        chosen = [
-            cell
-            for cell in self.cells
-            if all(
-                key in cell.values and cell.values[key] in values
-                for key, values in required.items()
-            )
-        ]
-        if not chosen:
-            names = ", ".join(cell.name for cell in self.cells)
-            raise InputError(
-                f"command line: --only {' '.join(filters)} selects none of the cells {names}; set "
-                "--only to a key and value of a cell"
-            )
-        return chosen
-
 
 def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
     """Read the matrix file at `path` and return the matrix.
@@ -275,8 +240,7 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     for key in sorted(keys_of_cells & dict(parse_overrides(overrides)).keys()):
         raise InputError(
             f"{path}: cells set `{key}`, so `{key}` cannot be overridden on the command line; "
-            "either change its values in the file, or run some cells of a matrix with "
-            f"`--only {key}=VALUE`, which may be repeated"
+            "change its values in the file"
         )
     return make_matrix(str(path), settings, overrides)
 

@@ -169,7 +169,7 @@ def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest | None = None
         check_log(log)
     names = [log.stem for log in logs if is_training(log)]
     if names:
-        say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
+        say(f"waiting until an earlier command has trained {', '.join(names)}")
     while any(map(is_training, logs)) and not (stop and stop.requested):
         time.sleep(POLL_SECONDS)
 
@@ -179,7 +179,7 @@ def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
     while stop.received:
         received = stop.received.pop(0)
         names = ", ".join(started.cell.name for started in running)
-        say(f"{received.name}: these cells save a checkpoint and stop: {names}")
+        say(f"{received.name}: saving a checkpoint and stopping: {names}")
         # Send SIGTERM in place of SIGUSR1, which torchrun does not handle.
         number = signal.SIGTERM if received == signal.SIGUSR1 else received
         for started in running:
@@ -192,7 +192,7 @@ def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outco
     `outcomes` are the results of all cells. They are used to print the number of finished cells.
     """
     done = sum(outcome.is_finished for outcome in outcomes)
-    progress = f", {done} of {len(outcomes)} cells finished" if len(outcomes) > 1 else ""
+    progress = f", {done} of {len(outcomes)} finished" if len(outcomes) > 1 else ""
     say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
     if outcome.status in ("failed", "halted"):
         log = started.cell.log

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
@@ -405,17 +406,10 @@ _matrix.add_argument(
     help="settings that override the recipe in every cell",
 )
 _matrix.add_argument(
-    "--only",
-    action="append",
-    default=[],
-    metavar="key=value",
-    help="run only the cells in which this setting has this value; may be repeated",
-)
-_matrix.add_argument(
     "--cell",
-    type=int,
+    type=partial(count, least=0),
     metavar="N",
-    help="run only cell number N of the selected cells, counted from 0; for job arrays",
+    help="run only cell number N, counted from 0; for job arrays",
 )
 _matrix.add_argument(
     "--at-once",

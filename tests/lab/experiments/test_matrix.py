@@ -139,13 +139,13 @@ def test_no_cell_starts_if_the_mark_of_one_is_damaged(content, matrix, tmp_path,
 
 def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):
     matrix()
-    assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "-1"]) == 2
-    assert "--cell -1: there is no such cell" in capsys.readouterr().err
+    assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "99"]) == 2
+    assert "--cell 99: there is no such cell" in capsys.readouterr().err
 
 
 def test_a_second_command_of_a_matrix_is_pointed_to_at_once(matrix, tmp_path, capsys):
     with RunFolder(matrix().folder):
-        assert main(["matrix", str(tmp_path / "m.yaml"), "--only", "weights=fp32"]) == 2
+        assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
     error = capsys.readouterr().err
     assert "/runs: the folder is in use by process" in error and "set --at-once" in error
 
@@ -162,13 +162,14 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
         }
     )
     assert "There is no report" in write_report(loaded)
-    for cell, held_out in zip(loaded.cells[:4], (2.5, 2.25, 2.258, None), strict=True):
+    for cell, held_out in zip(loaded.cells[:4], (2.5, 2.25, 2.254, None), strict=True):
         leave_behind(cell, held_out=held_out)
     leave_behind(loaded.cells[4], 5, held_out=1.0, done=False)
     names = [cell.name for cell in loaded.cells]
     rows = [name for name in rows_of(write_report(loaded)) if name in names]
     assert rows == names[:4], "the baseline is first"
-    assert write_report(loaded).startswith(f"Lowest held-out loss: 2.2500, {names[1]}.")
+    line = f"Lowest held-out loss: 2.2500, {names[1]}. Another seed may change the order of "
+    assert write_report(loaded).startswith(line + f"{names[1]} and {names[2]}, because ")
     assert "2 of 6 cells are not finished" in write_report(loaded)
 
 
@@ -178,17 +179,3 @@ def test_no_cell_is_the_best_if_they_were_evaluated_on_different_data(matrix):
         leave_behind(cell, held_out=held_out)
     report = write_report(loaded)
     assert "Lowest" not in report and "computed on different data" in report
-
-
-def test_another_seed_replaces_a_baseline_that_is_not_finished(matrix):
-    loaded = matrix(
-        axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline="seed=1-fp32"
-    )
-    for cell in loaded.cells[1:]:
-        leave_behind(cell)
-    report = write_report(loaded)
-    assert report.startswith("Against fp32, margin ± 0.3 %: bf16 (+0.0000 over 3 seeds, ")
-    assert "is not finished" not in report
-    for cell in loaded.cells[2::2]:
-        (cell.run_dir / "summary.json").unlink()
-    assert "There is no report, because the baseline seed=1-fp32" in write_report(loaded)

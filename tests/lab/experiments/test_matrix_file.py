@@ -80,20 +80,6 @@ def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
         assert recipe.evaluate.samples == ("a: {b}", "no")
 
 
-def test_only_selects_cells_that_match_every_key(matrix):
-    loaded = matrix()
-    assert loaded.only([]) == list(loaded.cells)
-    cells = loaded.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])
-    assert [cell.name for cell in cells] == ["bf16-bf16", "mxfp8-bf16"]
-    rates = matrix(axes={"optimizer.learning_rate": [1e-3, 4e-3]})
-    [cell] = rates.only(["optimizer.learning_rate=4.0e-3"])
-    assert cell.name == "learning_rate=0.004", "values are compared, not texts"
-    with pytest.raises(InputError, match=r"--only precison=bf16"):
-        loaded.only(["precison=bf16"])
-    with pytest.raises(InputError, match=r"selects none of the cells bf16-fp32"):
-        loaded.only(["precision=fp16"])
-
-
 # ── Mistakes ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -133,7 +119,7 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
 ):
     with pytest.raises(InputError, match=message):
         matrix(**keys)
-    with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
+    with pytest.raises(InputError, match=r"`weights`.*change its values in the file"):
         matrix("weights=bf16")
 
 
