@@ -47,7 +47,7 @@ which: $(VENV)/.installed
 
 # The tests start dozens of processes. An empty PYTHONDONTWRITEBYTECODE makes Python keep bytecode
 # for the next process, whatever the user's environment says.
-test: $(VENV)/.installed-dev $(VENV)/.installed-references $(VENV)/.installed-transformers4
+test: $(VENV)/.installed-dev $(VENV)/.installed-references
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 check: lint types site test
@@ -97,8 +97,3 @@ $(VENV)/.installed-references: requirements-references.txt $(VENV)/.installed
 	@$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt \
 		&& find $(VENV)/references -name '*.so*' -delete && touch $@ \
 		|| echo "make: $(VENV)/references could not be installed; the comparisons with published references are skipped"
-
-$(VENV)/.installed-transformers4: requirements-transformers4.txt $(VENV)/.installed
-	@$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/transformers4 -r requirements-transformers4.txt \
-		&& touch $@ \
-		|| echo "make: $(VENV)/transformers4 could not be installed; the test of exports with transformers 4 is skipped"

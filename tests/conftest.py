@@ -261,21 +261,6 @@ def references() -> Path:
 
 
 @pytest.fixture(scope="session")
-def transformers4() -> Path:
-    """Folder of transformers 4 and the older packages that it needs.
-
-    `make test` installs it. A process whose PYTHONPATH begins with the folder imports this version.
-    """
-    folder = Path(os.environ.get("TRANSFORMERS4", ROOT / ".venv" / "transformers4"))
-    if not folder.is_dir():
-        pytest.skip(
-            f"needs the packages of requirements-transformers4.txt in {folder}. "
-            "`make test` installs them."
-        )
-    return folder
-
-
-@pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
     """S3 server in this process, whose clients share the description of S3 that botocore reads.
 

@@ -219,15 +219,20 @@ def _rebased(
     if "rope_parameters" in changes:
         base.pop("rope_scaling", None)
     elif isinstance(rope := stored.get("rope_parameters"), dict):
-        top_level = {key: rope[key] for key in _TOP_LEVEL_ROPE if key in rope}
-        scaling = {key: value for key, value in rope.items() if key not in top_level}
-        unfolded = without_key("rope_parameters", base) | top_level | {"rope_scaling": scaling}
+        unfolded = without_key("rope_parameters", base) | rope_in_old_keys(rope)
         if is_same(kind, stored, unfolded):
             base = unfolded
     for key in [key for key, value in base.items() if isinstance(value, list)]:
         if is_same(kind, stored, without_key(key, base)):
             del base[key]
     return base
+
+
+def rope_in_old_keys(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return RoPE parameters as the keys that transformers 4 wrote instead."""
+    top_level = {key: rope[key] for key in _TOP_LEVEL_ROPE if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in top_level}
+    return top_level | {"rope_scaling": scaling}
 
 
 def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:

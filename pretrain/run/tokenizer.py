@@ -28,7 +28,6 @@ from packing.settings import DataSettings, SourceSettings, split_revision
 from packing.store import folder_of, training_sources
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.configuration import load_config
-from pretrain.model.exported import write_tokenizer
 from pretrain.run.data import Data
 from pretrain.settings.recipe import ModelSettings, Recipe
 
@@ -307,7 +306,7 @@ def _check_export(
     )
     with TemporaryDirectory() as folder, as_input_error((Exception,), what, remedy):
         config.save_pretrained(folder)
-        write_tokenizer(tokenizer, Path(folder))
+        tokenizer.save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     added = {*exported.get_added_vocab(), *map(str, packed.get_added_tokens_decoder().values())}
     for probe in [*PROBES, *(f"a {token} b{token}c" for token in sorted(added))]:

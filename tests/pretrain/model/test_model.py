@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.configuration import load_config
-from pretrain.model.exported import old_keys
+from pretrain.model.exported import keys_of_other_programs
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.packed import forward_backward, inputs_of
@@ -372,7 +373,7 @@ def test_a_key_counts_as_if_it_were_in_the_file(
         written.save_pretrained(tmp_path)
     if written_by == "our export":
         file = tmp_path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | old_keys(written)))
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys_of_other_programs(written)))
     source = {"source": str(tmp_path), "config": key}
     if written_by == "nobody":
         source = {"config": {"model_type": kind} | stored | older}
@@ -380,6 +381,55 @@ def test_a_key_counts_as_if_it_were_in_the_file(
     for name, value in expected.to_dict().items():
         if not name.startswith("_"):
             assert config.to_dict()[name] == value, name
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+GEMMA3 = {
+    "full_attention": LINEAR | {"rope_theta": 5e3},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e2},
+}
+
+
+def test_mlx_and_llama_cpp_find_their_keys_in_an_export() -> None:
+    def keys(kind: str, **values: Any) -> dict[str, Any]:
+        return keys_of_other_programs(AutoConfig.for_model(kind, **copy.deepcopy(values)))
+
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    rope = {"rope_theta": 5e5, "rope_scaling": llama3}
+    assert keys("llama", **rope) == rope
+    assert keys("qwen3", rope_theta=1e6) == {"rope_theta": 1e6, "rope_scaling": None}
+    gemma3 = {"rope_theta": 5e3, "rope_local_base_freq": 3e2, "rope_scaling": LINEAR}
+    assert keys("gemma3_text", rope_parameters=GEMMA3) == gemma3
+    # The recipe has changed a value of the source's file.
+    assert keys("gpt2", n_positions=64, n_ctx=1024)["n_ctx"] == 64
+    assert "n_ctx" not in keys("codegen", n_positions=64)
+
+
+# Model types with RoPE in several forms: one or two sets of parameters, a part of each head, and
+# types other than `default`.
+ROTATED = (
+    *("apertus", "cohere2", "deepseek_v3", "gemma3_text", "gemma4_text", "glm", "gpt2", "gpt_neox"),
+    *("gpt_oss", "laguna", "llama", "mellum", "minimax_m2", "ministral3", "modernbert-decoder"),
+    *("olmo3", "phi", "qwen3_5_text", "qwen3_moe", "zaya"),
+)
+
+
+@pytest.mark.parametrize("kind", ROTATED)
+def test_keys_of_other_programs_do_not_change_a_configuration(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    for rope in by_layer or [parameters]:
+        rope["rope_theta"] = 12345.0
+        if rope.get("rope_type") == "default":
+            rope.update(LINEAR)
+    config.save_pretrained(tmp_path)
+    expected = AutoConfig.from_pretrained(tmp_path).to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys_of_other_programs(config)))
+    read = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert {key: read[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
