@@ -192,11 +192,11 @@ class _Extension(ModuleType):
         return dx, sums[0].to(weight.dtype)
 
     def swiglu(self, hidden: Tensor, quantizer: Any) -> Any:
-        y = formulas.activate(hidden, formulas.SWIGLU)
+        y = formulas.activate(hidden, gated=True)
         return y if quantizer is None else self.quantize(y, quantizer)
 
     def dswiglu(self, dy: Tensor, hidden: Tensor, quantizer: Any) -> Any:
-        d_hidden, *_ = formulas.activate_backward(dy, hidden, formulas.SWIGLU, summed=False)
+        d_hidden, *_ = formulas.activate_backward(dy, hidden, gated=True, summed=False)
         return d_hidden if quantizer is None else self.quantize(d_hidden, quantizer)
 
 

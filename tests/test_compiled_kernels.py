@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.fused.formulas import SWIGLU, Activation, HeadNorms, Heads
+from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
 triton = pytest.importorskip(
@@ -116,22 +116,22 @@ def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
 
 def activation(kernel: Any) -> None:
     gradient = bf16(TOKENS, WIDTH)
-    for kind in (SWIGLU, Activation("gelu", gated=False), Activation("gelu_tanh", gated=False)):
-        columns = 2 * WIDTH if kind.gated else WIDTH
+    for gated in (True, False):
+        columns = 2 * WIDTH if gated else WIDTH
         hidden = bf16(TOKENS, columns)
-        kernel.activate(hidden, kind)
+        kernel.activate(hidden, gated=gated)
         for summed in (False, True):
-            kernel.activate_backward(gradient, hidden, kind, summed=summed)
+            kernel.activate_backward(gradient, hidden, gated=gated, summed=summed)
         for activated, d_hidden in zip(
             by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, columns, E5M2), strict=True
         ):
-            kernel.write_activated(hidden, kind, activated)
+            kernel.write_activated(hidden, activated, gated=gated)
             recomputed = replace(
                 activated, scale=torch.ones(1), amax=None, applied_scale=None, rows=None
             )
             for summed in (False, True):
                 kernel.write_activate_backward(
-                    gradient, hidden, kind, d_hidden, recomputed, summed=summed
+                    gradient, hidden, d_hidden, recomputed, gated=gated, summed=summed
                 )
 
 

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from foundation.overrides import overridden
-from pretrain.model.fused.formulas import SWIGLU
 from pretrain.precision.grouped import ROW_MULTIPLE, STACKS, Groups, arrange, stacked_experts
 from pretrain.precision.product import LinearState, PrecisionContext
 
@@ -192,7 +191,7 @@ class _SwiGLU(torch.autograd.Function):
         from pretrain.model.fused import activation_kernel
 
         ctx.save_for_backward(hidden)
-        return activation_kernel.activate(hidden, SWIGLU)
+        return activation_kernel.activate(hidden, gated=True)
 
     @staticmethod
     @once_differentiable
@@ -200,4 +199,5 @@ class _SwiGLU(torch.autograd.Function):
         from pretrain.model.fused import activation_kernel
 
         hidden = ctx.saved_tensors[0]
-        return activation_kernel.activate_backward(dy.contiguous(), hidden, SWIGLU, summed=False)[0]
+        options = {"gated": True, "summed": False}
+        return activation_kernel.activate_backward(dy.contiguous(), hidden, **options)[0]

@@ -6,17 +6,16 @@ BF16 and FP8 neither round to nearest even nor keep subnormals, so a fixture rep
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.model.fused.formulas import SWIGLU, Activation
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
@@ -26,18 +25,15 @@ pytestmark = [
     pytest.mark.usefixtures("conversions_that_round"),
 ]
 
-GELU = Activation("gelu", gated=False)
-GELU_TANH = Activation("gelu_tanh", gated=False)
-KINDS = [SWIGLU, GELU, GELU_TANH, Activation("gelu_tanh", gated=True)]
 TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 # Share of codes that may round the other way. The kernel's sigmoid is a few FP32 ulps off, about
 # 2^-21. An FP8 rounding interval spans at least 2^-4 of a value, so the error decides one rounding
 # in 2^17, and two for a value that is first rounded to BF16.
 FLIPPED = 1e-4
-# Absolute errors of the derivative of GELU in FP32. In our kernel, the sum 1 + erf(x) causes the
-# error, in the library 1 - tanh(x)^2. If x is far below zero, the derivative is smaller than the
-# errors. E5M2 has codes for such small values, so the codes differ by more than one. Values that
-# are a little larger than the errors round the other way more often.
+# Absolute errors of the derivative of GELU in FP32. In the library, 1 - tanh(x)^2 causes the error.
+# If x is far below zero, the derivative is smaller than the errors. E5M2 has codes for such small
+# values, so the codes differ by more than one. Values that are a little larger than the errors
+# round the other way more often.
 OUR_ERROR = 2e-7
 LIBRARY_ERROR = 4e-6
 FLIPPED_IN_GELU = 2e-3
@@ -73,15 +69,13 @@ def without_negligible(
     return torch.where(differs, codes, expected)
 
 
-def inputs(
-    tokens: int, width: int, seed: int = 0, kind: Activation = SWIGLU
-) -> tuple[Tensor, Tensor]:
+def inputs(tokens: int, width: int, seed: int = 0, gated: bool = True) -> tuple[Tensor, Tensor]:
     """Draw the activation's input and the gradient of its result [tokens, width], in BF16.
 
     The input is [tokens, 2 width] with a gate, and [tokens, width] without a gate.
     """
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    columns = 2 * width if kind.gated else width
+    columns = 2 * width if gated else width
     hidden = 3 * torch.randn(tokens, columns, generator=generator, device=DEVICE)
     hidden[::7, ::5] *= 20
     d_activated = torch.randn(tokens, width, generator=generator, device=DEVICE)
@@ -89,16 +83,11 @@ def inputs(
     return hidden.bfloat16(), (d_activated * sizes).bfloat16()
 
 
-def by_autograd(hidden: Tensor, d_activated: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
+def by_autograd(hidden: Tensor, d_activated: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """Return the activated values and the gradient of hidden, computed in FP64, as FP32."""
     exact = hidden.double().requires_grad_()
-    gate, *up = exact.chunk(2, dim=1) if kind.gated else [exact]
-    activated = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-    }[kind.function](gate)
-    activated = activated * up[0] if up else activated
+    gate, *up = exact.chunk(2, dim=1) if gated else [exact]
+    activated = F.silu(gate) * up[0] if gated else F.gelu(gate, approximate="tanh")
     (gradient,) = torch.autograd.grad(activated, exact, d_activated.double())
     return activated.detach().float(), gradient.float()
 
@@ -158,32 +147,32 @@ def check_tensor_scaled(
     columns=st.integers(1, 3),
     formats=st.sampled_from([(E4M3, E4M3), (E4M3, E5M2)]),
     scales=st.sampled_from([(1.0, 1.0), (3.1, 700.0), (None, None)]),
-    kind=st.sampled_from(KINDS),
+    gated=st.booleans(),
 )
 def test_tensor_scaled_codes_are_those_of_the_formulas(
     rows: int,
     columns: int,
     formats: tuple[Grid, Grid],
     scales: tuple[float | None, float | None],
-    kind: Activation,
+    gated: bool,
 ):
     """Covers delayed scaling with two scales, the larger one saturating, and current scaling."""
     tokens = 32 * rows
     width = 128 * columns
-    hidden, d_activated = inputs(tokens, width, seed=tokens + width, kind=kind)
-    exact, exact_gradient = by_autograd(hidden, d_activated, kind)
+    hidden, d_activated = inputs(tokens, width, seed=tokens + width, gated=gated)
+    exact, exact_gradient = by_autograd(hidden, d_activated, gated=gated)
     activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0])
-    kernel.write_activated(hidden, kind, activated)
+    kernel.write_activated(hidden, activated, gated=gated)
     check_tensor_scaled(activated, exact, formats[0])
 
     d_hidden = tensor_scaled(formats[1], tuple(hidden.shape), scale=scales[1])
     recomputed = tensor_scaled(formats[0], (tokens, width), scale=activated.applied_scale)
     total = kernel.write_activate_backward(
-        d_activated, hidden, kind, d_hidden, recomputed, summed=True
+        d_activated, hidden, d_hidden, recomputed, gated=gated, summed=True
     )
     torch.testing.assert_close(total, exact_gradient.sum(0), rtol=1e-4, atol=1e-3)
-    negligible = None if kind.gated else OUR_ERROR * d_activated.float().abs()
-    rtol = 1e-6 if kind == SWIGLU else LIBRARY_ERROR
+    negligible = None if gated else OUR_ERROR * d_activated.float().abs()
+    rtol = 1e-6 if gated else LIBRARY_ERROR
     check_tensor_scaled(d_hidden, exact_gradient, formats[1], rtol, negligible)
     assert torch.equal(d_hidden.columns, d_hidden.rows.t())
     assert torch.equal(recomputed.rows, activated.rows)
@@ -192,24 +181,24 @@ def test_tensor_scaled_codes_are_those_of_the_formulas(
     assert recomputed.amax == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(64, 192), (10, 96), (1, 40)])
 def test_bf16_values_and_gradients_are_those_of_autograd(
-    tokens: int, width: int, kind: Activation
+    tokens: int, width: int, gated: bool
 ) -> None:
-    hidden, d_activated = inputs(tokens, width, kind=kind)
-    *results, total = kernel.activate_backward(d_activated, hidden, kind, summed=True)
-    assert torch.equal(kernel.activate(hidden, kind), results[1])
-    exact, exact_gradient = by_autograd(hidden, d_activated, kind)
-    # The sums 1 + erf(x) in FP32 and 1 + tanh(x) in FP64 have absolute errors.
-    atol = {"silu": 1e-30, "gelu": 1e-6, "gelu_tanh": 1e-12}[kind.function]
+    hidden, d_activated = inputs(tokens, width, gated=gated)
+    *results, total = kernel.activate_backward(d_activated, hidden, gated=gated, summed=True)
+    assert torch.equal(kernel.activate(hidden, gated=gated), results[1])
+    exact, exact_gradient = by_autograd(hidden, d_activated, gated=gated)
+    # The sum 1 + tanh(x) in FP64 has an absolute error.
+    atol = 1e-30 if gated else 1e-12
     for actual, expected in zip(results, (exact_gradient, exact), strict=True):
         rounded = expected.bfloat16()
         torch.testing.assert_close(actual.float(), rounded.float(), rtol=2**-7, atol=atol)
         differs = (actual != rounded) & (expected.abs() > 1e3 * atol)
         assert differs.sum() <= 2 + 1e-3 * actual.numel()
     torch.testing.assert_close(total, exact_gradient.sum(0), rtol=1e-4, atol=1e-3)
-    unsummed = kernel.activate_backward(d_activated, hidden, kind, summed=False)
+    unsummed = kernel.activate_backward(d_activated, hidden, gated=gated, summed=False)
     assert unsummed[2] is None
     assert all(torch.equal(a, b) for a, b in zip(unsummed[:2], results, strict=True))
 
@@ -238,7 +227,7 @@ def test_extreme_gates_give_the_results_of_torchs_operations():
     activated = torch.nn.functional.silu(gate) * up
     gradient = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.float()), dim=1)
     for actual, expected in zip(
-        kernel.activate_backward(d_activated, hidden, SWIGLU, summed=False)[:2],
+        kernel.activate_backward(d_activated, hidden, gated=True, summed=False)[:2],
         (gradient, activated.detach()),
         strict=True,
     ):
@@ -247,9 +236,9 @@ def test_extreme_gates_give_the_results_of_torchs_operations():
             actual.float(), expected.bfloat16().float(), rtol=2**-7, atol=1e-33, equal_nan=True
         )
     # The codes are quantized from the BF16 values: they saturate, and NaN stays NaN.
-    values = kernel.activate(hidden, SWIGLU)
+    values = kernel.activate(hidden, gated=True)
     written = tensor_scaled(E4M3, (32, 128), scale=0.37)
-    kernel.write_activated(hidden, SWIGLU, written)
+    kernel.write_activated(hidden, written, gated=True)
     codes = written.rows.view(TORCH["E4M3"]).float()
     expected = tensor.quantize(values, written.scale, E4M3).codes
     torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
@@ -276,31 +265,31 @@ def quantizer(te: Any, recipe: str, role: str) -> Any:
 
 
 @cuda_only
-@pytest.mark.parametrize(("name", "kind"), [("swiglu", SWIGLU), ("gelu", GELU_TANH)])
+@pytest.mark.parametrize(("name", "gated"), [("swiglu", True), ("gelu", False)])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_codes_scales_and_amaxes_are_those_of_the_library(
-    recipe: str, name: str, kind: Activation
+    recipe: str, name: str, gated: bool
 ) -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
     if not te.is_fp8_available():
         pytest.skip("needs FP8")
     import transformer_engine_torch as tex
 
-    hidden, d_activated = inputs(1024, 1536, kind=kind)
+    hidden, d_activated = inputs(1024, 1536, gated=gated)
     hidden[128:256] = 0
     quantizers, library_quantizers = (
         {role: quantizer(te, recipe, role) for role in ("activated", "gradient")} for _ in range(2)
     )
-    activated, used_scale = kernel.quantized_activate(hidden, kind, quantizers["activated"])
+    activated, used_scale = kernel.quantized_activate(hidden, quantizers["activated"], gated=gated)
     if recipe == "delayed":  # delayed scaling changes its scales between forward and backward
         quantizers["activated"].scale.fill_(1e3)
     d_hidden, recomputed, _ = kernel.quantized_activate_backward(
         d_activated,
         hidden,
-        kind,
         quantizers["gradient"],
         quantizers["activated"],
         used_scale,
+        gated=gated,
         summed=False,
     )
     expected = getattr(tex, name)(hidden, library_quantizers["activated"])
@@ -314,7 +303,7 @@ def test_codes_scales_and_amaxes_are_those_of_the_library(
     assert close(activated._data, expected._data, share)
     assert close(recomputed._transpose, expected._transpose, share)
     gradient_codes = d_hidden._data
-    if not kind.gated:
+    if not gated:
         gradient_codes = without_negligible(
             gradient_codes,
             expected_gradient._data,
@@ -326,7 +315,7 @@ def test_codes_scales_and_amaxes_are_those_of_the_library(
     assert close(gradient_codes, expected_gradient._data, share)
     assert torch.equal(expected_gradient._transpose, expected_gradient._data.t())
     torch.testing.assert_close(activated._scale_inv, expected._scale_inv, rtol=1e-6, atol=0)
-    rtol = 1e-6 if kind.gated else LIBRARY_ERROR
+    rtol = 1e-6 if gated else LIBRARY_ERROR
     torch.testing.assert_close(d_hidden._scale_inv, expected_gradient._scale_inv, rtol=rtol, atol=0)
     if recipe == "delayed":
         for role in ("activated", "gradient"):

@@ -1,10 +1,9 @@
 """Triton kernels for activations and their gradients. They write operands of matrix products.
 
 If the activation is gated, the first half of each row of `hidden` [T, 2 F] is called gate, the
-second half is called up, and the activated values [T, F] are function(gate) * up. Otherwise
-`hidden` is [T, F] and the activated values are function(hidden). The activated values are computed
-in FP32 from BF16 inputs. Each input value is read once. The functions are SiLU, GELU and the
-approximation of GELU by tanh.
+second half is called up, and the activated values [T, F] are silu(gate) * up. Otherwise `hidden` is
+[T, F] and the activated values are the approximation of gelu(hidden) by tanh. The activated values
+are computed in FP32 from BF16 inputs. Each input value is read once.
 
 Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
 of the next linear layer reads the transpose of the activated values. Backward writes this
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.model.fused.formulas import Activation
+from pretrain.model.fused.formulas import activated_width
 from pretrain.model.fused.fp8_tile import (
     TensorScaled,
     allocate,
@@ -111,29 +110,20 @@ def _through_bf16_by_twos(values):
 
 
 @triton.jit
-def _function(x, function: tl.constexpr):
-    """Return the values and the derivatives of an activation function at x.
+def _function(x, gated: tl.constexpr):
+    """Return the values and the derivatives at x of SiLU if `gated` is True, otherwise of GELU.
 
-    `function` is the name of the activation function, as in `Activation.function`.
-
-    SiLU and the approximation of GELU are x s, where s is the sigmoid of an inner function of x.
-    Their derivative is s + x s (1 - s) inner'. For SiLU, the inner function is x. For the
-    approximation of GELU, it is 2 sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(x) is twice the
-    sigmoid of 2 x.
-
-    GELU is x s, where s is the distribution function of a normal variable. The derivative of GELU
-    is s + x s'.
+    Both functions are x s, where s is the sigmoid of an inner function of x. Their derivative is
+    s + x s (1 - s) inner'. For SiLU, the inner function is x. For the approximation of GELU, it is
+    2 sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(x) is twice the sigmoid of 2 x.
     """
-    if function == "gelu":
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        slope = tl.fma(x, 0.3989422804014327 * exponential(-0.5 * x * x), share)
-    elif function == "gelu_tanh":
+    if gated:
+        share = _sigmoid(x)
+        slope = tl.fma(x, share * (1 - share), share)
+    else:
         square = x * x
         share = _sigmoid(x * tl.fma(square, _CUBIC, _LINEAR))
         slope = tl.fma(x, share * (1 - share) * tl.fma(square, 3 * _CUBIC, _LINEAR), share)
-    else:
-        share = _sigmoid(x)
-        slope = tl.fma(x, share * (1 - share), share)
     return x * share, slope
 
 
@@ -150,21 +140,21 @@ def _load(hidden, i, j, F, gated: tl.constexpr):
 
 
 @triton.jit
-def _activate(gate, up, function: tl.constexpr, gated: tl.constexpr):
+def _activate(gate, up, gated: tl.constexpr):
     """Return the activated values of a tile from the results of `_load`."""
-    values, _ = _function(gate, function)
+    values, _ = _function(gate, gated)
     if gated:
         values *= up
     return values
 
 
 @triton.jit
-def _differentiate(d_activated, gate, up, function: tl.constexpr, gated: tl.constexpr):
+def _differentiate(d_activated, gate, up, gated: tl.constexpr):
     """Return the gradients of both results of `_load`.
 
     Without a gate, both gradients are the gradient of the input of the function.
     """
-    values, slope = _function(gate, function)
+    values, slope = _function(gate, gated)
     d_gate = slope * d_activated
     d_up = d_gate
     if gated:
@@ -185,7 +175,6 @@ def _activation_amax(
     hidden,
     amax,
     F,
-    function: tl.constexpr,
     gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -198,9 +187,9 @@ def _activation_amax(
     i, j = program_tile(height, width)
     gate, up = _load(hidden, i, j, F, gated)
     if d_activated is None:
-        record_amax(amax, _activate(gate, up, function, gated))
+        record_amax(amax, _activate(gate, up, gated))
     else:
-        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
+        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, gated)
         record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
 
 
@@ -215,7 +204,6 @@ def _activation_forward(
     scale_inv,
     F,
     fp8: tl.constexpr,
-    function: tl.constexpr,
     gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -223,7 +211,7 @@ def _activation_forward(
     """Write the activated values of one tile in the FP8 format `fp8`, or in BF16 if it is None."""
     i, j = program_tile(height, width)
     gate, up = _load(hidden, i, j, F, gated)
-    activated = _activate(gate, up, function, gated)
+    activated = _activate(gate, up, gated)
     if fp8 is None:
         store_rows(activated, rows, i, j, F)
     else:
@@ -255,7 +243,6 @@ def _activation_backward(
     activated_scale_inv,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
-    function: tl.constexpr,
     gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -280,8 +267,8 @@ def _activation_backward(
     for tile in tl.range(0, tiles, num_stages=stages):
         i = (tl.program_id(0) * tiles + tile) * height + tl.arange(0, height)
         gate, up = _load(hidden, i, j, F, gated)
-        activated = _activate(gate, up, function, gated)
-        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
+        activated = _activate(gate, up, gated)
+        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, gated)
         sum_gate += d_gate
         sum_up += d_up
         if fp8 is None:
@@ -317,15 +304,14 @@ def _activation_backward(
             tl.store(sum_at + F, tl.sum(sum_up, axis=0))
 
 
-def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, **arguments: Any) -> None:
+def _launch(kernel: Any, tile: Tile, hidden: Tensor, *, gated: bool, **arguments: Any) -> None:
     """Launch one program of `kernel` for each `tile.tiles` tiles of the activated values."""
-    width = kind.width(hidden)
+    width = activated_width(hidden, gated=gated)
     grid = (len(hidden) // (tile.rows * tile.tiles), width // tile.columns)
     kernel[grid](
         hidden=hidden,
         F=width,
-        function=kind.function,
-        gated=kind.gated,
+        gated=gated,
         height=tile.rows,
         width=tile.columns,
         num_warps=tile.warps,
@@ -334,21 +320,21 @@ def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, **argumen
     )
 
 
-def _launch_forward(tile: Tile, hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
+def _launch_forward(tile: Tile, hidden: Tensor, activated: TensorScaled, *, gated: bool) -> None:
     """Launch the forward kernel, which writes the activated values."""
     arguments = {**activated.arguments, "applied_scale": activated.applied_scale}
     del arguments["columns"]
-    _launch(_activation_forward, tile, hidden, kind, **arguments)
+    _launch(_activation_forward, tile, hidden, gated=gated, **arguments)
 
 
 def _launch_backward(
     tile: Tile,
     d_activated: Tensor,
     hidden: Tensor,
-    kind: Activation,
     d_hidden: TensorScaled,
     activated: TensorScaled,
     *,
+    gated: bool,
     summed: bool,
 ) -> Tensor | None:
     """Launch the backward kernel, which writes the gradient of `hidden` and the activated values.
@@ -364,27 +350,27 @@ def _launch_backward(
     del arguments["activated_amax"]
     arguments |= {"d_activated": d_activated, "sums": sums, "T": tokens, **d_hidden.arguments}
     arguments |= {"tiles": tile.tiles, "stages": tile.stages}
-    _launch(_activation_backward, tile, hidden, kind, **arguments)
+    _launch(_activation_backward, tile, hidden, gated=gated, **arguments)
     return None if sums is None else sums.sum(0)
 
 
 # ── BF16 ──
 
 
-def activate(hidden: Tensor, kind: Activation) -> Tensor:
+def activate(hidden: Tensor, *, gated: bool) -> Tensor:
     """Return the activated values [T, F] of `hidden`.
 
     `hidden` is [T, 2 F] if the activation is gated, and [T, F] otherwise. Both tensors are BF16 and
     contiguous. T and F may have any size.
     """
-    activated = hidden.new_empty(len(hidden), kind.width(hidden))
+    activated = hidden.new_empty(len(hidden), activated_width(hidden, gated=gated))
     buffers = TensorScaled(torch.bfloat16, activated)
-    _launch_forward(_along_rows(*activated.shape), hidden, kind, buffers)
+    _launch_forward(_along_rows(*activated.shape), hidden, buffers, gated=gated)
     return activated
 
 
 def activate_backward(
-    d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
+    d_activated: Tensor, hidden: Tensor, *, gated: bool, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradient of `hidden`, the activated values [T, F], and the summed gradient.
 
@@ -402,7 +388,7 @@ def activate_backward(
         )
         tile = Tile(rows, columns, SUMMED_BACKWARD.warps)
     buffers = (TensorScaled(torch.bfloat16, values) for values in (d_hidden, activated))
-    total = _launch_backward(tile, d_activated, hidden, kind, *buffers, summed=summed)
+    total = _launch_backward(tile, d_activated, hidden, *buffers, gated=gated, summed=summed)
     return d_hidden, activated, total
 
 
@@ -419,40 +405,39 @@ def _along_rows(tokens: int, width: int) -> Tile:
 # ── FP8 ──
 
 
-def supports(hidden: Tensor, kind: Activation, quantizer: Any) -> bool:
+def supports(hidden: Tensor, quantizer: Any, *, gated: bool) -> bool:
     """Return True if the kernels can quantize in place of `quantizer` of Transformer Engine.
 
     The kernels support FP8 with one scale for a tensor, if `hidden` consists of complete tiles.
     `hidden` is BF16 and contiguous.
     """
     te = library()
-    has_full_tiles = len(hidden) % FORWARD.rows == 0 and kind.width(hidden) % FORWARD.columns == 0
+    width = activated_width(hidden, gated=gated)
+    has_full_tiles = len(hidden) % FORWARD.rows == 0 and width % FORWARD.columns == 0
     supported = te.Float8CurrentScalingQuantizer | te.Float8Quantizer
     return has_full_tiles and isinstance(quantizer, supported)
 
 
-def quantized_activate(
-    hidden: Tensor, kind: Activation, quantizer: Any
-) -> tuple[Any, Tensor | None]:
+def quantized_activate(hidden: Tensor, quantizer: Any, *, gated: bool) -> tuple[Any, Tensor | None]:
     """Return the activated values [T, F] of `hidden` in FP8, and their scale.
 
     The FP8 tensor has codes by rows only. The scale is FP32 [1]. Backward needs this scale to
     recompute the same codes.
     """
-    shape = len(hidden), kind.width(hidden)
+    shape = len(hidden), activated_width(hidden, gated=gated)
     activated, buffers = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
-    write_activated(hidden, kind, buffers)
+    write_activated(hidden, buffers, gated=gated)
     return activated, buffers.applied_scale
 
 
 def quantized_activate_backward(
     d_activated: Tensor,
     hidden: Tensor,
-    kind: Activation,
     gradient_quantizer: Any,
     activated_quantizer: Any,
     scale: Tensor,
     *,
+    gated: bool,
     summed: bool,
 ) -> tuple[Any, Any, Tensor | None]:
     """Return the gradient of `hidden`, the activated values, and the summed gradient.
@@ -463,12 +448,12 @@ def quantized_activate_backward(
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
         hidden: Input of the activation function, BF16 [T, 2 F], or [T, F] without a gate.
-        kind: The activation.
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
         activated_quantizer: Quantizer of the activated values. The result has codes by columns
             only, because only the weight gradient of the next linear layer reads these codes.
         scale: Scale of the activated values from `quantized_activate`.
+        gated: True if the activation is gated.
         summed: True if the summed gradient is needed.
     """
     d_hidden, gradient = allocate(
@@ -482,28 +467,28 @@ def quantized_activate_backward(
         activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale
     )
     total = write_activate_backward(
-        d_activated.contiguous(), hidden, kind, gradient, recomputed, summed=summed
+        d_activated.contiguous(), hidden, gradient, recomputed, gated=gated, summed=summed
     )
     return d_hidden, activated, total
 
 
-def write_activated(hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
+def write_activated(hidden: Tensor, activated: TensorScaled, *, gated: bool) -> None:
     """Write the FP8 codes of the activated values to `activated.rows`.
 
     If `activated` has no scale, the scale is computed first.
     """
     if activated.scale is None:
-        _find_amax(None, hidden, kind, activated.amax)
-    _launch_forward(FORWARD, hidden, kind, activated)
+        _find_amax(None, hidden, activated.amax, gated=gated)
+    _launch_forward(FORWARD, hidden, activated, gated=gated)
 
 
 def write_activate_backward(
     d_activated: Tensor,
     hidden: Tensor,
-    kind: Activation,
     d_hidden: TensorScaled,
     activated: TensorScaled,
     *,
+    gated: bool,
     summed: bool,
 ) -> Tensor | None:
     """Write the gradient of `hidden` and the activated values as FP8 codes.
@@ -514,19 +499,20 @@ def write_activate_backward(
     summed over tokens in FP32, or None unless `summed` is set.
     """
     if d_hidden.scale is None:
-        _find_amax(d_activated, hidden, kind, d_hidden.amax)
-    tile = GATED_BACKWARD if kind.gated else UNGATED_BACKWARD
+        _find_amax(d_activated, hidden, d_hidden.amax, gated=gated)
+    tile = GATED_BACKWARD if gated else UNGATED_BACKWARD
     # Each program computes the same number of tiles.
     tile = tile._replace(tiles=math.gcd(len(hidden) // tile.rows, tile.tiles))
-    return _launch_backward(tile, d_activated, hidden, kind, d_hidden, activated, summed=summed)
+    buffers = (d_hidden, activated)
+    return _launch_backward(tile, d_activated, hidden, *buffers, gated=gated, summed=summed)
 
 
 def _find_amax(
-    d_activated: Tensor | None, hidden: Tensor, kind: Activation, amax: Tensor | None
+    d_activated: Tensor | None, hidden: Tensor, amax: Tensor | None, *, gated: bool
 ) -> None:
     """Record the amax of the gradient of `hidden` in `amax`.
 
     If `d_activated` is None, record the amax of the activated values instead.
     """
     tensors = {"d_activated": d_activated, "amax": amax}
-    _launch(_activation_amax, FORWARD, hidden, kind, **tensors)
+    _launch(_activation_amax, FORWARD, hidden, gated=gated, **tensors)

@@ -303,14 +303,14 @@ class Arithmetic:
         return product.quantize("grad_output", dqkv), d_norms, product.stack.bias_gradients(total)
 
     def activation(
-        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
+        self, hidden: Tensor, gated: bool, gate_up: StackedPass, down: StackedPass
     ) -> MLPActivation:
         """Return the computation of an activation and its gradient.
 
         `hidden` [tokens, ...] is the output of `gate_up`, and the input of the activation. The
         activated values are the input of `down`.
         """
-        return MLPActivation(self.kernels.activation, kind, gate_up, down)
+        return MLPActivation(self.kernels.activation, gated, gate_up, down)
 
     def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward.
@@ -406,17 +406,18 @@ class TransformerEngineArithmetic(KernelArithmetic):
         return codes, d_norms, product.stack.bias_gradients(total)
 
     def activation(
-        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
+        self, hidden: Tensor, gated: bool, gate_up: StackedPass, down: StackedPass
     ) -> MLPActivation:
         kernels = self.kernels.activation
-        if gate_up.gemm.quantizes and kernels.supports(hidden, kind, down.quantizer("input")):
-            return TensorScaledActivation(kernels, kind, gate_up, down)
+        quantizer = down.quantizer("input")
+        if gate_up.gemm.quantizes and kernels.supports(hidden, quantizer, gated=gated):
+            return TensorScaledActivation(kernels, gated, gate_up, down)
         # Transformer Engine sums no gradients of biases.
-        if down.gemm.quantizes and kind == formulas.SWIGLU and not gate_up.sums_gradient:
+        if down.gemm.quantizes and gated and not gate_up.sums_gradient:
             import transformer_engine_torch as tex
 
-            return TransformerEngineSwiGLU(tex, kind, gate_up, down)
-        return super().activation(hidden, kind, gate_up, down)
+            return TransformerEngineSwiGLU(tex, gated, gate_up, down)
+        return super().activation(hidden, gated, gate_up, down)
 
 
 def _token_sums(*gradients: Tensor) -> list[Tensor]:
@@ -430,7 +431,8 @@ class MLPActivation:
 
     # The module that computes the activation.
     kernels: Any
-    kind: formulas.Activation
+    # True if the activation is SwiGLU, and False if it is GELU.
+    gated: bool
     # The product before the activation, and the product after it.
     gate_up: StackedPass
     down: StackedPass
@@ -441,7 +443,7 @@ class MLPActivation:
         `hidden` is the output of `gate_up`. The value for backward is None if backward computes the
         operand again.
         """
-        operand = self.down.quantize("input", self.kernels.activate(hidden, self.kind))
+        operand = self.down.quantize("input", self.kernels.activate(hidden, gated=self.gated))
         return operand, operand if self.down.gemm.quantizes else None
 
     def backward(
@@ -454,7 +456,7 @@ class MLPActivation:
         the gradient of the input of `down`, and `kept` is the second result of `forward`.
         """
         d_hidden, activated, total = self.kernels.activate_backward(
-            d_activated, hidden, self.kind, summed=self.gate_up.sums_gradient
+            d_activated, hidden, gated=self.gated, summed=self.gate_up.sums_gradient
         )
         if kept is None:
             kept = self.down.quantize("input", activated)
@@ -467,22 +469,22 @@ class TensorScaledActivation(MLPActivation):
 
     def forward(self, hidden: Tensor) -> tuple[Operand, Tensor | None]:
         """Return the quantized activation and its scale. Backward quantizes with the same scale."""
-        self.down.show("input", lambda: self.kernels.activate(hidden, self.kind))
+        self.down.show("input", lambda: self.kernels.activate(hidden, gated=self.gated))
         quantizer = self.down.quantizer("input")
-        return self.kernels.quantized_activate(hidden, self.kind, quantizer)
+        return self.kernels.quantized_activate(hidden, quantizer, gated=self.gated)
 
     def backward(
         self, d_activated: Tensor, hidden: Tensor, kept: Tensor
     ) -> tuple[Operand, Operand, list[Tensor]]:
-        arguments = (d_activated, hidden, self.kind)
+        inputs = (d_activated, hidden)
+        options = {"gated": self.gated, "summed": self.gate_up.sums_gradient}
         self.gate_up.show(
-            "grad_output", lambda: self.kernels.activate_backward(*arguments, summed=False)[0]
+            "grad_output", lambda: self.kernels.activate_backward(*inputs, **options)[0]
         )
         activated_quantizer = self.down.quantizer("input")
         gradient_quantizer = self.gate_up.quantizer("grad_output")
         *operands, total = self.kernels.quantized_activate_backward(
-            *(*arguments, gradient_quantizer, activated_quantizer, kept),
-            summed=self.gate_up.sums_gradient,
+            *inputs, gradient_quantizer, activated_quantizer, kept, **options
         )
         return *operands, self.gate_up.stack.bias_gradients(total)
 

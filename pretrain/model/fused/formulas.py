@@ -11,46 +11,15 @@ rounds the normalized values before it multiplies them by the weight, as transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Activation(NamedTuple):
-    """The activation function of an MLP.
-
-    If it is gated, the first half of each row of its input is called gate, the second half is
-    called up, and the result is function(gate) * up. Otherwise the result is function(input).
-    """
-
-    function: str  # silu, gelu or gelu_tanh
-    gated: bool
-
-    def width(self, hidden: Tensor) -> int:
-        """Return the number of activated values in a row, for the input `hidden`."""
-        return hidden.shape[1] // 2 if self.gated else hidden.shape[1]
-
-
-SWIGLU = Activation("silu", gated=True)
-# Map each name that `Activation.function` may have to a function of torch.
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-# Map names of activation functions in transformers to names for `Activation.function`.
-NAMES = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+# Map the two kinds of MLP, with and without a gate, to the activation function that fused layers
+# compute, by its names in transformers: SiLU, or the approximation of GELU by tanh.
+ACTIVATIONS = {True: ("silu", "swish"), False: ("gelu_new", "gelu_pytorch_tanh")}
 
 
 def norm(
@@ -111,20 +80,26 @@ def norm_backward(
     return dx.to(x.dtype), torch.stack(sums)
 
 
-def activate(hidden: Tensor, kind: Activation) -> Tensor:
+def activated_width(hidden: Tensor, *, gated: bool) -> int:
+    """Return the number of activated values in a row, for the input `hidden` of `activate`."""
+    return hidden.shape[1] // 2 if gated else hidden.shape[1]
+
+
+def activate(hidden: Tensor, *, gated: bool) -> Tensor:
     """Return the activated values [tokens, width] of `hidden`.
 
-    `hidden` is [tokens, 2 width] if the activation is gated, and [tokens, width] otherwise.
+    With `gated`, `hidden` is [tokens, 2 width]. The first half of each row is called gate, the
+    second half is called up, and the result is silu(gate) * up. Otherwise `hidden` is [tokens,
+    width], and the result is the approximation of gelu(hidden) by tanh.
     """
-    function = _FUNCTIONS[kind.function]
-    if kind.gated:
+    if gated:
         gate, up = hidden.float().chunk(2, dim=-1)
-        return (function(gate) * up).to(hidden.dtype)
-    return function(hidden.float()).to(hidden.dtype)
+        return (F.silu(gate) * up).to(hidden.dtype)
+    return F.gelu(hidden.float(), approximate="tanh").to(hidden.dtype)
 
 
 def activate_backward(
-    d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
+    d_activated: Tensor, hidden: Tensor, *, gated: bool, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradient of `hidden`, the activated values, and the summed gradient.
 
@@ -133,30 +108,20 @@ def activate_backward(
     `d_activated` [tokens, width] is the gradient of the result of `activate`.
     """
     dy = d_activated.float()
-    if kind.gated:
+    if gated:
         gate, up = hidden.float().chunk(2, dim=-1)
-        values, slopes = _values_and_slopes(gate, kind.function)
-        d_hidden = torch.cat([dy * up * slopes, dy * values], dim=-1)
-        values = values * up
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        slopes = sigmoid + silu * (1 - sigmoid)
+        d_hidden = torch.cat([dy * up * slopes, dy * silu], dim=-1)
+        values = silu * up
     else:
-        values, slopes = _values_and_slopes(hidden.float(), kind.function)
+        x = hidden.float()
+        values = F.gelu(x, approximate="tanh")
+        slopes = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh")
         d_hidden = dy * slopes
     total = d_hidden.sum(0) if summed else None
     return d_hidden.to(hidden.dtype), values.to(hidden.dtype), total
-
-
-def _values_and_slopes(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """Return the values and the derivatives of an activation function at x, both FP32.
-
-    `function` is the name of the activation function, as in `Activation.function`.
-    """
-    if function == "silu":
-        sigmoid = x.sigmoid()
-        silu = x * sigmoid
-        return silu, sigmoid + silu * (1 - sigmoid)
-    approximate = "tanh" if function == "gelu_tanh" else "none"
-    slopes = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
-    return F.gelu(x, approximate=approximate), slopes
 
 
 # ── Normalization and rotation of queries and keys ──

@@ -17,7 +17,6 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from pretrain.model.fused.arithmetic import (
     StackedPass,
     parameters_of,
 )
-from pretrain.model.fused.formulas import NAMES, Activation, HeadNorms, Heads
+from pretrain.model.fused.formulas import ACTIVATIONS, HeadNorms, Heads
 from pretrain.model.gradients import Summed
 
 Gradients = tuple[Tensor | None, ...]
@@ -151,11 +150,11 @@ class Parts:
             getattr(config, "activation_function", None) or config.hidden_act,
         )
 
-    @cached_property
-    def activation(self) -> Activation:
-        """The activation function of the MLP. It is gated if two linear layers precede it."""
+    @property
+    def gated(self) -> bool:
+        """True if the MLP has a gate, so that two linear layers precede the activation."""
         _, _, first, _ = self.stacks.values()
-        return Activation(NAMES[self.function], gated=len(first) > 1)
+        return len(first) > 1
 
     def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
         """Return the head norms with weights in `dtype`, or None if the layer has no head norms.
@@ -189,8 +188,8 @@ def assess_layer(name: str, layer: Any, low_precision: Iterable[Collection[str]]
     if _full_name(layer) not in _FUSED:
         return f"{type(layer).__name__} has no fused implementation"
     parts = Parts.of(layer)
-    if parts.function not in NAMES:
-        return f"their activation {parts.function} is neither SiLU nor GELU"
+    if parts.function not in ACTIVATIONS[parts.gated]:
+        return f"their activation {parts.function} has no fused implementation"
     # The configuration keys of the dropout of the residual branches, in GPT-2 and in StarCoder2.
     if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
         return "they have dropout"
@@ -499,7 +498,7 @@ class OutputAndMLP(torch.autograd.Function):
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
         hidden = gate_up.project(normed)
         down = StackedPass(layer.down, hidden, differentiable=differentiable)
-        activation = arithmetic.activation(hidden, layer.parts.activation, gate_up, down)
+        activation = arithmetic.activation(hidden, layer.parts.gated, gate_up, down)
         activated, kept = activation.forward(hidden)
         ctx.call = (layer, output, activation)
         y = down.project(activated, x)

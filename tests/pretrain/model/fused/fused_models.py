@@ -77,11 +77,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
 }
 
-ARCHITECTURES["gpt2 with the exact GELU"] = ARCHITECTURES["gpt2"] | {"activation_function": "gelu"}
 ARCHITECTURES["llama with biases"] = ARCHITECTURES["llama"] | {
     "mlp_bias": True,
     "attention_bias": True,
-    "hidden_act": "gelu_pytorch_tanh",
 }
 
 

@@ -35,7 +35,8 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("llama", {"hidden_act": "relu"}, "activation relu"),
+        ("llama", {"hidden_act": "gelu_new"}, "activation gelu_new"),
+        ("gpt2", {"activation_function": "gelu"}, "activation gelu"),
         ("llama", {"model_type": "olmo2"}, "Olmo2"),
         ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
     ],
