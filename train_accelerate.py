@@ -1,7 +1,7 @@
 r"""Train a causal language model on packed documents, in the Accelerate configuration's precision.
 
     accelerate launch --config_file accelerate_configs/bf16.yaml \
-        train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
+        train_accelerate.py recipes/qwen3_slimpajama.yaml
 
 The first argument is the recipe. Arguments of the form `key=value` or `--key=value` override keys
 of the recipe, with dots between the names of nested keys (`train.steps=100`). `--plan` checks every
@@ -102,6 +102,9 @@ def launch(arguments: argparse.Namespace) -> int:
         settings = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
         recipe = recipe.model_copy(update={"fp8_config": settings})
     accelerator, notices = distributed.as_launched(recipe)
+    recipe = config.with_weights(
+        recipe, on_gpu=accelerator.device.type == "cuda", resume=arguments.resume
+    )
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
     address = config.run_address_of(recipe)

@@ -31,7 +31,7 @@ from foundation.settings import (
 from lab.compare.fairness import in_words
 from pretrain.checkpoint.state import changed_keys
 from pretrain.launch.environment import with_precision
-from pretrain.launch.launcher import load_configuration
+from pretrain.launch.launcher import count_gpus, load_configuration
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -42,6 +42,7 @@ from pretrain.settings.config import (
     load_recipe,
     parse_overrides,
     settings_without,
+    with_weights,
 )
 from pretrain.settings.recipe import Recipe
 
@@ -275,13 +276,14 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             "`baseline` to the name of a cell"
         )
     environment = _precision_environment(accelerate)
+    on_gpu = not accelerate.get("use_cpu") and count_gpus() > 0
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     # Map each run folder to its cell.
     cells: dict[Path, Cell] = {}
     for name, nested in settings.cells.items():
         values = flatten(nested)
         try:
-            cell = _make_cell(settings, environment, name, values, common)
+            cell = _make_cell(settings, environment, name, values, common, on_gpu=on_gpu)
             # Check that each key in braces in `train.begin_with` is a key of the recipe.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
@@ -335,6 +337,8 @@ def _make_cell(
     name: str,
     values: Values,
     common: Sequence[str],
+    *,
+    on_gpu: bool,
 ) -> Cell:
     """Load the recipe of the cell `name`, and return the cell.
 
@@ -347,6 +351,7 @@ def _make_cell(
         values: Settings of the cell, by dotted key. They override the recipe and `common`.
         common: Settings of all cells, as key=value. They override the recipe. If a key occurs
             several times, its last value is used.
+        on_gpu: True if the cell trains on a GPU.
     """
     overrides = [*common, *as_overrides(values)]
     if any(text.startswith("run_dir=") for text in overrides):
@@ -358,6 +363,7 @@ def _make_cell(
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
     recipe = load_recipe(settings.recipe, [*last.values()])
     recipe = with_precision(recipe, dict(environment))
+    recipe = with_weights(recipe, on_gpu=on_gpu)
     return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
 
 

@@ -355,12 +355,12 @@ def default_candidates(weights: str) -> list[str]:
     supports, and the first of these precisions again with a quantized head (+head). If the GPU
     supports no quantized precision, the only candidate is an emulated precision.
 
-    On a CPU, the only candidate is an emulated precision. The baseline is FP32 if `weights`, the
-    recipe's setting, is "fp32", and BF16 otherwise.
+    On a CPU, the only candidate is an emulated precision. The baseline is BF16 if `weights`, the
+    recipe's setting, is "bf16" or "bf16_exact", and FP32 otherwise.
     """
     emulated = next(iter(QUANTIZED))
     if not count_gpus():
-        return ["fp32" if weights == "fp32" else "bf16", emulated]
+        return ["bf16" if weights.startswith("bf16") else "fp32", emulated]
     # Use a child process. It allocates GPU memory, which is released when the process ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
         supported = child.submit(supported_precisions).result()

@@ -91,7 +91,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     data = recipe.data
     batch = recipe.batch
     _require(
-        recipe.weights == "fp32" or PRECISIONS[precision].compute_dtype != "float32",
+        recipe.weights in ("auto", "fp32") or PRECISIONS[precision].compute_dtype != "float32",
         f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other, because "
         "BF16 weights cannot compute in FP32; set either `precision: bf16` or `weights: fp32` (if "
         "the recipe sets no precision, the Accelerate configuration does: cpu.yaml sets fp32)",

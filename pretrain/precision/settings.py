@@ -27,9 +27,9 @@ from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────
 
-# The values of the recipe's key `weights`.
-Weights = Literal["fp32", "bf16", "bf16_exact"]
-# Map each value of `weights` to the torch dtype of the parameters.
+# The values of the recipe's key `weights`. `with_weights` replaces auto before a model is built.
+Weights = Literal["auto", "fp32", "bf16", "bf16_exact"]
+# Map each value of `weights` except auto to the torch dtype of the parameters.
 WEIGHT_DTYPES: dict[Weights, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",

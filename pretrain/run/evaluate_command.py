@@ -25,6 +25,7 @@ from packing.store import training_sources
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import newest_in
 from pretrain.launch.environment import with_precision
+from pretrain.launch.launcher import count_gpus
 from pretrain.metrics.console import Console
 from pretrain.model.configuration import load_config
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
@@ -46,7 +47,12 @@ from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import ResumePoint, find_checkpoint
 from pretrain.run.run import open_console
 from pretrain.run.startup import explaining_errors
-from pretrain.settings.config import branch_checkpoint, load_recipe, run_address_of
+from pretrain.settings.config import (
+    branch_checkpoint,
+    load_recipe,
+    run_address_of,
+    with_weights,
+)
 from pretrain.settings.recipe import Recipe
 
 
@@ -61,9 +67,13 @@ def main(options: argparse.Namespace) -> int:
     # Set the folder of the run before --precisions replaces its precision, because the name of the
     # default folder contains the precision.
     environment = dict(os.environ)  # a copy, because `with_precision` removes variables
-    run_address = run_address_of(with_precision(trained, environment))
+    trained = with_weights(
+        with_precision(trained, environment), on_gpu=count_gpus() > 0, resume=options.resume
+    )
+    run_address = run_address_of(trained)
     overrides += [f"run_dir={run_address}", *precision_overrides(names)]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
+    recipe = recipe.model_copy(update={"weights": trained.weights})
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:

@@ -56,7 +56,7 @@ from pretrain.run.data import (
     open_data,
 )
 from pretrain.run.tokenizer import fingerprint_at, tokenizer_for, with_tokens
-from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
+from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of, usual_weights
 from pretrain.settings.recipe import Recipe
 
 # Product of the tokens in a microbatch and the hidden size below which a CPU uses one thread.
@@ -209,11 +209,14 @@ def training_elsewhere(
 
     data: the packs, or None if they are missing on this machine.
 
-    Every precision counts as supported. `lab.speed.targets.obstacle` checks the devices.
+    Every precision counts as supported. `lab.speed.targets.obstacle` checks the devices. The
+    machines have GPUs, so `weights: auto` is their default on a GPU.
 
     Returns the training, and the model on the meta device. See `prepare_job` for the other
     arguments and the errors.
     """
+    if recipe.weights == "auto":
+        recipe = recipe.model_copy(update={"weights": usual_weights(recipe, on_gpu=True)})
     checked = check_recipe(recipe, overrides, lambda precision: None)
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=False)
     if data is not None:

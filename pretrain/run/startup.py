@@ -279,7 +279,7 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
 # holds for a run without such settings.
 TAKES_LESS = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
-    "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
+    "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
 )
 

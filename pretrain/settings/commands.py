@@ -143,7 +143,7 @@ _train = _command(
     """Train a recipe on the devices of this machine, or resume its training.
 
         python -m pretrain train my.yaml
-        python -m pretrain train my.yaml --config fp8_delayed weights=bf16_exact train.steps=100
+        python -m pretrain train my.yaml --config fp8_delayed train.steps=100
 
     The command prints the `accelerate launch` command that it runs. Without --config, it uses
     accelerate_configs/cpu.yaml on a machine without a GPU, bf16.yaml on one GPU, and ddp.yaml on

@@ -26,7 +26,7 @@ from pydantic import ConfigDict
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.reading import load_with_bases
+from foundation.reading import load_with_bases, load_yaml
 from foundation.settings import (
     S,
     Settings,
@@ -38,7 +38,14 @@ from foundation.settings import (
 )
 from foundation.storage import is_address, path_for
 from packing.settings import DataSettings
-from pretrain.precision.settings import is_quantized, label
+from pretrain.precision.settings import (
+    PRECISIONS,
+    WEIGHT_DTYPES,
+    Weights,
+    is_quantized,
+    label,
+    phases_of,
+)
 from pretrain.settings.recipe import Recipe
 
 # The keys that set the length of a training. Only one of them can be set.
@@ -191,6 +198,45 @@ def run_dir_of(recipe: Recipe) -> Path:
     """
     address = run_address_of(recipe)
     return path_for(address, Path("runs")) if is_address(address) else Path(address)
+
+
+def usual_weights(recipe: Recipe, *, on_gpu: bool) -> Weights:
+    """Return the value for which `weights: auto` stands in a new run.
+
+    `recipe` is a recipe with a resolved precision.
+    """
+    dtypes = {PRECISIONS[name].compute_dtype for _, name in phases_of(recipe.precision)}
+    return "bf16_exact" if on_gpu and "float32" not in dtypes else "fp32"
+
+
+def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recipe:
+    """Return a copy of `recipe` in which `weights: auto` is replaced by its value.
+
+    If the run folder has a config.yaml, the value in this file is used. So a run that was started
+    with FP32 weights resumes with them.
+
+    recipe: a recipe with a resolved precision.
+    on_gpu: True if the run trains on a GPU.
+    resume: the value of --resume.
+    """
+    if recipe.weights != "auto":
+        return recipe
+    usual = usual_weights(recipe, on_gpu=on_gpu)
+    # The name of the default folder contains the weights. FP32 weights are the default of earlier
+    # versions on a GPU.
+    choices = [
+        recipe.model_copy(update={"weights": weights}) for weights in dict.fromkeys([usual, "fp32"])
+    ]
+    folders = [run_dir_of(choice) for choice in choices]
+    if resume != "auto":
+        # A run folder, or one of its checkpoints.
+        folders = [Path(resume), Path(resume).absolute().parent.parent]
+    for folder in folders:
+        config = folder / "config.yaml"
+        recorded = load_yaml(config).get("weights") if config.is_file() else None
+        if recorded in WEIGHT_DTYPES:
+            return recipe.model_copy(update={"weights": recorded})
+    return choices[0]
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:

@@ -605,11 +605,13 @@ class Recipe(Settings):
     The training stops if the loss or the gradients differ by more than the tolerance.
     """
 
-    weights: Weights = "fp32"
+    weights: Weights = "auto"
     """Dtype of the stored weights.
 
     bf16_exact: store each weight in BF16, together with the 16 bits that complete it to FP32, so
     that no update is lost to rounding.
+    auto: bf16_exact on a GPU, fp32 on a CPU and with `precision: fp32`. A run that resumes keeps
+    the value in the config.yaml of its folder.
     """
 
     model: ModelSettings

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from packing.batch import BatchStream
 from pretrain.checkpoint.state import TrainState
 from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
 from pretrain.run.resume_point import ResumePoint
+from pretrain.settings import config
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -365,6 +367,19 @@ FAULTS = {
     "a step is counted twice": (restore(step=1), "step is 3, not 2"),
     "an update is not counted": (restore(skipped_steps=1), "skipped_steps is 1, not 0"),
 }
+
+
+def test_an_fp32_run_resumes_where_the_default_is_bf16_exact(
+    run: Callable, copied: Callable, alone: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = copied(8, 12)
+    monkeypatch.setattr(config, "usual_weights", lambda recipe, *, on_gpu: "bf16_exact")
+    resumed = run()
+    assert resumed.status == 0, resumed.output
+    assert outcome(resumed) == outcome(alone)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["weights"] == "fp32"
+
+
 LOW = (
     "precision=delayed",
     "weights=bf16_exact",

@@ -30,6 +30,7 @@ def recipe(**changes: Any) -> Recipe:
     """Return the recipe of the reference runs with `changes`."""
     values = {
         "name": "small",
+        "weights": "fp32",
         "model": {"source": "some/model"},
         "data": {"packs": "packs", "length": 4096},
         "batch": {"tokens": 131_072, "microbatch": 8},

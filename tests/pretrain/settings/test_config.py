@@ -13,7 +13,13 @@ from foundation.errors import InputError
 from foundation.settings import parse, sections_in
 from packing.store import all_sources
 from pretrain.settings import commands
-from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of
+from pretrain.settings.config import (
+    identity_of,
+    load_recipe,
+    resolved,
+    run_dir_of,
+    with_weights,
+)
 from pretrain.settings.recipe import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -220,11 +226,57 @@ def test_the_run_folder_is_named_from_the_recipe(
         "model={source: Qwen/Qwen3-1.7B}",
         "data.packs=../packs",
         "precision=bf16",
+        "weights=fp32",
     ]
     recipe = load_recipe(write(tmp_path, SMALLEST), settings)
     assert run_dir_of(recipe.model_copy(update={"run_dir": template})) == Path(folder)
     with pytest.raises(InputError, match=r"`run_dir`.*\{name\}"):
         run_dir_of(recipe.model_copy(update={"run_dir": "{nme}"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "weights"),
+    [
+        ("precision=bf16", True, "bf16_exact"),
+        ("precision=delayed", True, "bf16_exact"),
+        ("precision=fp32", True, "fp32"),
+        ("precision=delayed", False, "fp32"),
+        ("precision=bf16 weights=bf16", True, "bf16"),
+        ("precision=bf16 weights=bf16_exact", False, "bf16_exact"),
+    ],
+)
+def test_new_weights_are_exact_bf16_on_a_gpu(
+    settings: str, on_gpu: bool, weights: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), [*settings.split(), f"run_dir={tmp_path}/run"])
+    assert with_weights(recipe, on_gpu=on_gpu).weights == weights
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("recorded", ["fp32", "bf16", "bf16_exact"])
+def test_a_run_keeps_the_weights_of_its_folder(recorded: str, on_gpu: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["precision=bf16", f"run_dir={run}"]
+    recipe = load_recipe(write(tmp_path, SMALLEST), settings)
+    checkpoint = run / "checkpoints/step-00000004"
+    checkpoint.mkdir(parents=True)
+    (run / "config.yaml").write_text(f"weights: {recorded}\n")
+    elsewhere = recipe.model_copy(update={"run_dir": str(tmp_path / "elsewhere")})
+    assert with_weights(recipe, on_gpu=on_gpu).weights == recorded
+    for resume in (str(run), str(checkpoint)):
+        assert with_weights(elsewhere, on_gpu=on_gpu, resume=resume).weights == recorded
+    explicit = recipe.model_copy(update={"weights": "fp32"})
+    assert with_weights(explicit, on_gpu=on_gpu).weights == "fp32"
+
+
+def test_a_gpu_resumes_a_default_folder_with_fp32_weights(tmp_path: Path) -> None:
+    settings = ["precision=bf16", f"run_dir={tmp_path}/{{name}}-{{weights}}"]
+    recipe = load_recipe(write(tmp_path, SMALLEST), settings)
+    for folder in ("small-fp32", "small-bf16_exact"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text(f"weights: {folder.partition('-')[2]}\n")
+        resumed = with_weights(recipe, on_gpu=True)
+        assert run_dir_of(resumed) == tmp_path / folder
 
 
 @pytest.mark.parametrize(
