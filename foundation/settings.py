@@ -74,24 +74,15 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_no_switches(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject true and false for a number, and a number for true or false.
+        """Reject true and false for a number.
 
         YAML reads `on`, `yes`, `off` and `no` as true and false, which pydantic would convert to 1
         and 0.
         """
         parts = _parts(cls.model_fields[str(info.field_name)].annotation)
         takes_numbers = int in parts or float in parts
-        if takes_numbers == (bool in parts):
-            return value
-        given = set(map(type, value if isinstance(value, (list, tuple)) else [value]))
-        switch = "true or false (yes, no, on, off)"
-        if takes_numbers and bool in given:
-            # A field may also have texts as values (Literal).
-            allowed = [", ".join(part for part in parts if isinstance(part, str)), "a number"]
-            expected = " or ".join(filter(None, allowed))
-            raise ValueError(f"must be {expected}, not {switch}, but is {shown(value)}")
-        if not takes_numbers and given & {int, float}:
-            raise ValueError(f"must be {switch}, but is {shown(value)}")
+        if isinstance(value, bool) and takes_numbers and bool not in parts:
+            raise ValueError(f"must not be true or false (yes, no, on, off), but is {value}")
         return value
 
 

@@ -101,22 +101,6 @@ class Packs:
         """
 
 
-class JoinedPacks(Packs):
-    """Concatenation of several `Packs`."""
-
-    def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
-        self.path = path
-        self.joined = joined
-        self._starts = [0, *accumulate(map(len, joined))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, index: int) -> Pack:
-        number, row = locate(self._starts, index)
-        return self.joined[number][row]
-
-
 def checked_index(index: int, count: int) -> int:
     """Return `index`. Raise IndexError unless `index` is in 0 to count - 1.
 

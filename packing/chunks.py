@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,19 +19,6 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer, without_nulls
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-# First bytes of a file, the suffix that such a file must have, and a description. Nothing reads a
-# file whose suffix is "".
-_CONTENT = {
-    b"version https://git-lfs.": ("", "a Git LFS pointer; fetch the file with `git lfs pull`"),
-    b"\x1f\x8b\x08": (".gz", "gzip data; add .gz to its name"),
-    b"\x28\xb5\x2f\xfd": (".zst", "zstd data; add .zst to its name"),
-    b"BZh91AY&SY": ("", "bzip2 data; unpack it with `bunzip2`"),
-    b"\xfd7zXZ\0": ("", "xz data; unpack it with `unxz`"),
-    b"PK\3\4": ("", "a zip archive; unpack it"),
-    b"PAR1\x15": (".parquet", "a Parquet file; give its name the suffix .parquet"),
-    b"ARROW1": ("", "an Arrow file; convert it to Parquet"),
-    b"%PDF-": ("", "a PDF file; extract its text"),
-}
 # Offset in a source from which reading can continue. It is empty for the beginning of the source.
 Offset = dict[str, Any]
 
@@ -66,16 +52,15 @@ def open_stream(path: Path) -> pa.NativeFile:
 
     Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
     stream, but would read a file of 0 bytes as an empty text. So this function raises OSError for
-    such a file. Raises InputError if the first bytes of the file do not suit its suffix.
+    such a file. Raises InputError for a pointer of Git LFS, which would be read as a text.
     """
     compression = COMPRESSION.get(path.suffix.lower())
     if compression and not path.stat().st_size:
         raise OSError("the file has 0 bytes, so it was not written or copied to the end")
     # pyarrow cannot open a file whose name is not in UTF-8.
     file = open(path, "rb")  # noqa: SIM115
-    for start, (suffix, content) in _CONTENT.items():
-        if path.suffix.lower() != suffix and file.peek(len(start)).startswith(start):
-            raise InputError(f"{path}: this file has another content than its name says: {content}")
+    if file.peek(64).startswith(b"version https://git-lfs."):
+        raise InputError(f"{path}: this is a Git LFS pointer; fetch the file with `git lfs pull`")
     return pa.input_stream(file, compression=compression)
 
 
@@ -107,11 +92,9 @@ class Counts:
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
     unread: tuple[str, ...] = ()
-    # Number of special tokens inside of texts, which the tokenizer reads as control tokens.
-    control: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        names = ("documents", "tokens", "trained", "empty", "control")
+        names = ("documents", "tokens", "trained", "empty")
         # Keep at most 30 names. Some datasets use data as names of columns, so the number of names
         # is unbounded.
         unread = sorted({*self.unread, *other.unread})[:30]
@@ -144,15 +127,12 @@ class Tokens:
     after: Offset = field(default_factory=dict)
 
 
-def tokenize(
-    chunk: Chunk, tokenizer: TextTokenizer, records: Records, settings: DataSettings
-) -> Tokens:
+def tokenize(chunk: Chunk, tokenizer: TextTokenizer, records: Records) -> Tokens:
     """Return the documents of `chunk` as token ids.
 
     Raises InputError if a long document cannot be encoded.
     """
-    control = None if settings.input_ids else tokenizer.control
-    documents, counts = read_chunk(chunk, records, control)
+    documents, counts = read_chunk(chunk, records)
     with as_input_error(
         (ValueError,),
         chunk.where,
@@ -169,41 +149,29 @@ def tokenize(
     return Tokens(tokens, lengths, counts, chunk.after)
 
 
-def read_chunk(
-    chunk: Chunk, records: Records, control: re.Pattern[str] | None = None
-) -> tuple[list[Any], Counts]:
+def read_chunk(chunk: Chunk, records: Records) -> tuple[list[Any], Counts]:
     """Return the documents of `chunk`, and the number of its empty records.
-
-    With `control`, its matches in the columns that are read are counted too.
 
     The documents have the form that `records.fill` returns. The first malformed record raises
     InputError with its position.
     """
     documents = []
-    control_tokens = 0
-    values: list[Any] = []
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
     for where, record in _records(chunk):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
                     documents.append(decoded(stream.read()))
-                values = documents[-1:]
             else:
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
-                values = [parsed.get(name) for name in records.read_columns]
-            if control:
-                text = json.dumps(values, ensure_ascii=False, default=str)
-                control_tokens += len(control.findall(text))
         except (ValueError, OSError, RecursionError) as error:
             raise InputError(f"{where}: {error}") from None
     filled = [document for document in documents if document]
     return filled, Counts(
         empty=len(documents) - len(filled),
         unread=tuple(unread),
-        control=control_tokens,
     )
 
 
@@ -217,22 +185,16 @@ def decoded(data: bytes) -> str:
         text = str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"is not UTF-8 ({error}); convert the file to UTF-8, for example from Latin-1 with "
-            "`iconv -f latin1 -t utf8`, or from UTF-16 with `iconv -f utf16 -t utf8`"
+            f"is not UTF-8 ({error}); unpack the file if it is compressed, or convert the file to "
+            "UTF-8, for example from Latin-1 with `iconv -f latin1 -t utf8`, or from UTF-16 with "
+            "`iconv -f utf16 -t utf8`"
         ) from None
-    if "\0" not in text:
-        return text
-    # The text is filled with zeros in two cases: it has four NUL characters in a row, of which
-    # UTF-32 has at most three, or it has NUL characters only at its beginning and end.
-    inside = text.strip("\0")
-    if "\0\0\0\0" in text or "\0" not in inside:
+    if "\0" in text:
         raise ValueError(
-            "is filled with zeros, as after a crash of the machine that wrote it; remove the zeros"
+            "has NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8, for example "
+            "with `iconv -f utf16 -t utf8`; or remove the zeros, if a crash has left them"
         )
-    raise ValueError(
-        "has NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8, for example "
-        "with `iconv -f utf16 -t utf8`"
-    )
+    return text
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:

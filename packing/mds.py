@@ -1,4 +1,4 @@
-"""Read MDS shards of MosaicML's streaming library: version 2, raw or compressed with zstd.
+"""Read MDS shards of MosaicML's streaming library: version 2, not compressed.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each shard. A shard file consists of the number of samples `n`
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,8 @@ from packing.tokenizer import load_tokenizer
 
 INDEX = "index.json"
 _REMEDY = (
-    "fetch or write the folder again; shards that are compressed with another codec than zstd must "
-    "be unpacked first"
+    "fetch or write the folder again; compressed shards must be unpacked first, for example with "
+    "`zstd -d FOLDER/*.zstd`"
 )
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
     "float8"
@@ -101,13 +100,7 @@ class Shard:
         self.folder = folder
         self.samples: int = entry["samples"]
         raw = entry["raw_data"]
-        # `compression` may have a level, such as `zstd:7`. A shard that the user has unpacked is
-        # read directly.
-        is_compressed = str(entry.get("compression")).startswith("zstd")
-        self.is_packed = is_compressed and not (folder / raw["basename"]).exists()
-        file = entry["zip_data"] if self.is_packed else raw
-        self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
-        self.hashes: dict[str, str] = raw["hashes"]
+        self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
         self.path = folder / self.record.name
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         names, encodings, sizes = self.layout
@@ -119,22 +112,8 @@ class Shard:
         """The memory-mapped content of the shard, and the offsets [samples + 1] of the samples."""
         # Use Arrow's memory map. Unlike Python's memory map, it does not keep the file open. A
         # terabyte of data is 16,000 shards, and many systems limit a process to 1,024 open files.
-        file = self._unpacked() if self.is_packed else pa.memory_map(str(self.path))
-        data = memoryview(file.read_buffer())
+        data = memoryview(pa.memory_map(str(self.path)).read_buffer())
         return data, np.frombuffer(data, "<u4", self.samples + 1, offset=4)
-
-    def _unpacked(self) -> pa.MemoryMappedFile:
-        """Return a memory map of the unpacked shard, in a temporary file without a name."""
-        what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR sets another folder)"
-        with (
-            as_input_error((OSError,), what, _REMEDY),
-            pa.input_stream(str(self.path), compression="zstd") as stream,
-            NamedTemporaryFile() as file,
-        ):
-            file.write(stream.read())
-            file.flush()
-            # The map stays valid after the file is deleted here.
-            return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return the decoded columns of sample `index`. Arrays are views into the file."""
@@ -207,7 +186,7 @@ class MDSPacks(Packs):
         """Return the fingerprint, which depends on how samples are divided into shards."""
         content: list[Any] = []
         for shard in self._shards:
-            hashes = shard.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()}
+            hashes = shard.record.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()}
             content.append([shard.samples, shard.layout, hashes])
         if self._end_token is not None:
             content.append(self._end_token)

@@ -15,13 +15,14 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from foundation.errors import InputError
 from foundation.files import hash_of
-from packing.arrow import ArrowPacks, JoinedPacks, Packs
+from packing.arrow import ArrowPacks, Pack, Packs, locate
 
 # Number of rounds in `permute`, and least number of bits that it permutes. With eight rounds over 6
 # bits or more, all orders of up to 8 packs are equally frequent according to a chi-square test of
@@ -188,7 +189,7 @@ class Order:
         return figures
 
 
-class MixedPacks(JoinedPacks):
+class MixedPacks(Packs):
     """The packs of several sources, concatenated in the order of the sources."""
 
     def __init__(
@@ -202,7 +203,9 @@ class MixedPacks(JoinedPacks):
         `weights` maps the name of each source to its intended share of the tokens. Raises
         InputError if two sources were made with different tokenizers.
         """
-        super().__init__(path, list(sources.values()))
+        self.path = path
+        self.joined = list(sources.values())
+        self._starts = [0, *accumulate(map(len, self.joined))]
         self.by_source = dict(sources)
         self.weights = {name: weights[name] for name in sources}
         self.length = self.joined[0].length
@@ -219,6 +222,13 @@ class MixedPacks(JoinedPacks):
             [name, packs.fingerprint, self.weights[name]] for name, packs in self.by_source.items()
         ]
         self.fingerprint = hash_of(self.content)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Pack:
+        number, row = locate(self._starts, index)
+        return self.joined[number][row]
 
     @cached_property
     def mixture(self) -> Mixture:

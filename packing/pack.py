@@ -295,7 +295,6 @@ class Arranged:
             "longest_document": int(lengths.max()),
         }
         statistics["columns_not_read"] = ", ".join(counts.unread)
-        statistics["control_tokens"] = counts.control
         if self.masked:
             statistics["trained_tokens"] = counts.trained
         return statistics

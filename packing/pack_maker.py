@@ -12,7 +12,7 @@ from typing import Any
 
 from foundation.errors import as_input_error
 from foundation.progress import Progress
-from packing.arrow import FIRST, MANIFEST, Split, read_manifest, write_packs
+from packing.arrow import Split, write_packs
 from packing.chunks import Tokens
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -46,17 +46,6 @@ def _window_of(settings: DataSettings) -> dict[str, int]:
     return {"window": settings.stream.window} if settings.stream else {}
 
 
-def _default_packing(reading: DataSettings) -> str:
-    """Return the value of `packing` for settings that do not set it.
-
-    All parts of a stream have the packing of the first part.
-    """
-    first = reading.packs / FIRST
-    if (first / MANIFEST).is_file():
-        return read_manifest(first)["settings"]["packing"]
-    return "best_fit" if reading.messages else "truncate"
-
-
 class PackMaker(ExitStack):
     """Make the packs of one source.
 
@@ -70,7 +59,8 @@ class PackMaker(ExitStack):
         self.source = open_source(settings, Records((), ()))
         # The manifest of the packs records `settings`, without the changes of `reading_settings`.
         reading = reading_settings(settings, self.source)
-        packing = {"packing": settings.packing or _default_packing(reading)}
+        default = "best_fit" if reading.messages else "truncate"
+        packing = {"packing": settings.packing or default}
         self.settings = settings.model_copy(update=packing)
         self.reading = reading.model_copy(update=packing)
         self.records = records_of(self.reading, self.tokenizer)

@@ -159,13 +159,7 @@ def _comparable_settings(
     saved = packs / CHAT_TEMPLATE
     name = settings.chat_template or str(settings.tokenizer)
     if saved.is_file() and os.path.exists(name):
-        try:
-            template = chat_template(settings.chat_template, str(settings.tokenizer))
-        except InputError:
-            raise InputError(
-                f"{packs}: these packs were prepared with a chat template that {name} no longer "
-                f"has; copy {saved} to the folder of the tokenizer"
-            ) from None
+        template = chat_template(settings.chat_template, str(settings.tokenizer))
         recorded["chat template"] = hash_of(saved.read_bytes().decode())[:12]
         requested["chat template"] = hash_of(template)[:12]
     return recorded, requested
@@ -231,7 +225,6 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
             manifest = maker.write(PartStart(), arranged)
     # The packs are complete, so files that cannot be removed are not an error.
     shutil.rmtree(folder, ignore_errors=True)
-    say(f"{folder}: cannot be removed; remove this folder", folder.exists())
     return manifest
 
 
@@ -260,11 +253,6 @@ def summary(manifest: dict[str, Any]) -> str:
         values["held_out_tokens"] = held_out["tokens"]
     if tokenizer := manifest["tokenizer"]:
         values["tokenizer"] = tokenizer["name"]
-    if control_tokens := values.get("control_tokens"):
-        values["control_tokens"] = (
-            f"{control_tokens:,} inside texts, which end documents or turns there; "
-            "rewrite them in the source unless this is intended"
-        )
     if "fill" in values:
         values["fill"] = f"{100 * values['fill']:.2f} %"
     lines = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
@@ -20,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from foundation.errors import InputError
 from foundation.settings import (
     CopiedPath,
     PathText,
@@ -122,27 +120,6 @@ def _folders_below(folder: Path) -> Iterator[Path]:
             and not os.path.exists(path / MANIFEST)
         ]
         pending += sorted(inner, key=lambda path: (path.is_symlink(), path), reverse=True)
-
-
-def refuse_near_name(key: str, name: str) -> None:
-    """Raise InputError if a file or folder has a name similar to `name`, which must not exist.
-
-    A name is similar if it differs in case or in a few characters.
-    `key` is the setting with the value `name`. A name with a revision (`name@main`) is not checked,
-    because it is a repository of the hub.
-    """
-    path = Path(name)
-    if split_revision(name)[1] is not None or not path.parent.is_dir():
-        return
-    names = {file.lower(): file for file in os.listdir(path.parent)}
-    similar = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
-    if similar:
-        hub = f" To load {name} from the Hugging Face hub, write {name}@main"
-        raise InputError(
-            f"{key}: {name}: no such file or folder; did you mean "
-            f"{path.with_name(names[similar[0]])}?"
-            f"{hub if HUB_NAME.fullmatch(name) else ''}"
-        )
 
 
 class SourceSettings(Settings):

@@ -53,7 +53,6 @@ from packing.settings import (
     DataSettings,
     SourceSettings,
     files_of,
-    refuse_near_name,
     split_revision,
 )
 
@@ -114,7 +113,6 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     ):
         files = files_of(name)
         if not files and not os.path.lexists(path):
-            refuse_near_name("data.source", name)
             if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
                 return DatasetSource(settings, records)
             raise InputError(

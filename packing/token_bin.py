@@ -70,7 +70,8 @@ class TokenBin(Packs):
         self._eos_begins = False
         # [tokens] uint8: 0 for tokens without a loss. None means that all tokens have a loss.
         self._mask: np.ndarray | None = None
-        if index := self._index():
+        index = self.path.with_suffix(".idx")
+        if index.exists():
             files.append(index)
             recorded, self._ends = _read_index(index, self.path)
             with _damage(self.path):
@@ -89,11 +90,6 @@ class TokenBin(Packs):
         if self._eos_begins:
             content.append("begins")
         self.fingerprint = hash_of(content)
-
-    def _index(self) -> Path | None:
-        """Return the index beside the token file, or beside the file to which it links, or None."""
-        paths = (self.path, self.path.resolve())
-        return next(filter(Path.exists, (path.with_suffix(".idx") for path in paths)), None)
 
     def __len__(self) -> int:
         return -(-len(self._tokens) // self.length)

@@ -20,7 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from foundation.errors import InputError, as_input_error, one_line
 from foundation.files import CACHE, new_folder, replace_file
 from foundation.reading import load_object
-from packing.settings import HUB_NAME, refuse_near_name, split_revision
+from packing.settings import HUB_NAME, split_revision
 
 REMEDY = "fetch the tokenizer again, or choose another tokenizer"
 _CHOOSE = "set another tokenizer, or make one with `python -m pretrain tokenizer`"
@@ -77,13 +77,6 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Largest token id plus one. A model needs at least this number of embeddings."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    @cached_property
-    def control(self) -> re.Pattern[str]:
-        """Pattern of the texts that become special tokens wherever they are."""
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        texts = [re.escape(token.content) for token in added if token.special]
-        return re.compile("|".join(texts) or "(?!)")
 
     @property
     def padding(self) -> int:
@@ -183,7 +176,6 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     if path.exists():
         file = (path if path.is_dir() else path.parent) / name
         return file if file.is_file() else None
-    refuse_near_name("data.tokenizer", tokenizer)
     repository, revision = split_revision(tokenizer)
     if not HUB_NAME.fullmatch(repository):
         raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {_CHOOSE}")

@@ -128,7 +128,7 @@ def serve(connection: Connection) -> None:
     records = records_of(settings, tokenizer)
     while True:
         try:
-            connection.send(tokenize(chunks.get(), tokenizer, records, settings))
+            connection.send(tokenize(chunks.get(), tokenizer, records))
         except InputError as error:
             connection.send(error)
 

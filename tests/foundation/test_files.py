@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,10 +190,6 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, prob
     assert bool(find_damage(tmp_path, records, hashed=False)) == (problem != "damaged")
     with pytest.raises(InputError, match=rf"{tmp_path}/b: {problem}.*; fetch it again"):
         check_files(tmp_path, records, "fetch it again", hashed=True)
-    for name in ("../a", str(tmp_path / "a"), "b/../a"):
-        assert find_damage(tmp_path / "x", [replace(records[0], name=name)]) == [
-            f"{name}: is not a file in this folder"
-        ]
     (tmp_path / "a").unlink()
     assert find_damage(tmp_path, records)[0].startswith("a: missing")
 

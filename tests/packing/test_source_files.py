@@ -18,7 +18,6 @@ from packing.records import TextTemplate
 from packing.settings import DataSettings, files_of
 from packing.sources import open_source, refuse_common_files
 from packing.store import all_sources
-from packing.tokenizer import load_tokenizer
 from tests.packing.test_sources import open_reader, texts_of, write_corpus
 
 
@@ -195,24 +194,3 @@ def test_splits_of_a_saved_dataset_have_no_common_files(tmp_path: Path) -> None:
     validate(source=str(tmp_path / "test"))
     with pytest.raises(InputError, match="is also used for training"):
         validate(split="train")
-
-
-def test_a_similar_name_is_suggested_before_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_text").mkdir()
-    (tmp_path / "my_text" / "corpus.jsonl").touch()
-    (tmp_path / "t.csv").touch()
-    for wrong, right in (
-        ("my_txt", "my_text"),
-        ("my_text/corpus.josnl", "my_text/corpus.jsonl"),
-        ("My_Text", "my_text"),
-        ("t.cvs", "t.csv"),
-    ):
-        with pytest.raises(InputError, match=f"data.source: {wrong}: .*did you mean {right}\\?"):
-            open_reader(wrong)
-    for name in ("my_txt@main", "other", "my_text/corpus"):
-        assert open_reader(name).kind == "dataset"
-    with pytest.raises(InputError, match=r"data.tokenizer: my_txt: .*did you mean my_text\?"):
-        load_tokenizer("my_txt")

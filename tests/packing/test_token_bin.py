@@ -258,19 +258,6 @@ def sum_of_lengths(document: list[list[int]]) -> int:
     return sum(map(len, document))
 
 
-def test_an_index_beside_a_linked_file_is_found_beside_either_name(tmp_path):
-    far = tmp_path / "far/far.bin"
-    far.parent.mkdir()
-    write_megatron(far, [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
-    link = tmp_path / "train.bin"
-    link.symlink_to(far)
-    fingerprint = TokenBin(link, 4).fingerprint
-    far.with_suffix(".idx").rename(link.with_suffix(".idx"))
-    packs = TokenBin(link, 4)
-    assert lengths_of(packs) == [[2, 1, 1], [1]]
-    assert packs.fingerprint == fingerprint
-
-
 def _fairseq(content: bytes) -> bytes:
     return content[:18] + struct.pack("<Q", 3) + content[34:-24]
 
