@@ -81,8 +81,9 @@ class Settings(BaseModel):
         """
         parts = _parts(cls.model_fields[str(info.field_name)].annotation)
         takes_numbers = int in parts or float in parts
-        if isinstance(value, bool) and takes_numbers and bool not in parts:
-            raise ValueError(f"must not be true or false (yes, no, on, off), but is {value}")
+        given = value if isinstance(value, (list, tuple)) else (value,)
+        if takes_numbers and bool not in parts and bool in map(type, given):
+            raise ValueError(f"must not be true or false (yes, no, on, off), but is {shown(value)}")
         return value
 
 

@@ -174,8 +174,6 @@ def test_the_schema_accepts_what_editors_read_as_text(values: dict[str, Any]):
         "evaluate: {every: on}",
         "optimizer: {betas: [no, 0.9]}",
         "train: {steps: 1:30}",
-        "checkpoint: {at_end: 0}",
-        "data: {packs: p, streaming: 1}",
     ],
 )
 def test_the_schema_marks_what_the_launcher_refuses(tmp_path: Path, text: str):

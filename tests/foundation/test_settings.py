@@ -73,6 +73,7 @@ class Example(Settings):
             {"bound": False},
             ["`bound`: must not be true or false (yes, no"],
         ),
+        ({"shares": [0.1, True]}, ["(yes, no, on, off), but is [0.1, True]"]),
         (
             {"steps": False},
             ["`steps`: must not be true or false (yes, no"],
