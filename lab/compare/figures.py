@@ -14,8 +14,6 @@ SMOOTHED_SHARE = 1 / 50
 # Share of a run's steps that is ignored when the range of the vertical axis is computed. These are
 # the first steps, in which the loss falls steeply.
 FALL_SHARE = 1 / 30
-# Largest factor by which the first values of a curve may stretch the vertical axis.
-MOST_STRETCH = 2
 
 
 def window_of(steps: int) -> int:
@@ -48,8 +46,7 @@ def range_after_the_fall(curves: Sequence[np.ndarray]) -> tuple[float, float] | 
     """Return the lower and upper end of a plot's vertical axis, or None if no value is finite.
 
     The first values of a loss curve fall steeply. If the axis included these values, the rest of
-    the curve would look flat, so they are ignored. They are included if they make the axis less
-    than MOST_STRETCH times as long, as in short runs.
+    the curve would look flat, so they are ignored.
 
     `curves` are the curves of the plot, each [step]. The first FALL_SHARE of each is ignored.
     """
@@ -59,9 +56,6 @@ def range_after_the_fall(curves: Sequence[np.ndarray]) -> tuple[float, float] | 
     if not len(values):
         return None
     lowest, highest = np.quantile(values, [0.0, 0.995])
-    peak = np.nanmax(np.concatenate(curves))
-    if peak - lowest < MOST_STRETCH * (highest - lowest):
-        highest = peak
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)
 

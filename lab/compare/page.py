@@ -21,7 +21,7 @@ from foundation.errors import InputError, require_package
 from foundation.settings import flatten
 from lab.compare.columns import figures_of
 from lab.compare.comparison import ComparedRun, machine_of
-from lab.compare.fairness import distinguishing_keys, loss_differences
+from lab.compare.fairness import loss_differences
 from lab.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from lab.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import RunRecord, as_text, observed_layers
@@ -54,10 +54,8 @@ AXES = {
     "held-out loss": _LOSS_AXIS,
     AGAINST: _LOSS_AXIS,
     "gradient norm": {"title": "L2 norm, log scale", "type": "log"},
-    "frozen updates": {"title": "% of the parameters"},
+    "frozen updates": {"title": "share of the parameters", "tickformat": ".2~%"},
 }
-# Factors of the values in metrics.jsonl, which has a share of the parameters.
-SCALES = {"frozen updates": 100}
 # Panels whose curves are smoothed.
 SMOOTHED = ("training loss", AGAINST, "gradient norm", "frozen updates")
 # Panels with values at only a few steps. Each value is drawn as a point.
@@ -119,18 +117,12 @@ def render(
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
-        window=common_window(compared_runs),
         curves=curves.to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
         audits={compared.label: audit_of(compared.run) for compared in compared_runs},
         differing=differing_values(compared_runs),
         library=get_plotlyjs(),
     )
     return html.encode()
-
-
-def common_window(compared_runs: Sequence[ComparedRun]) -> int:
-    """Return the window of the moving means of all runs, which suits the shortest run."""
-    return min(window_of(len(compared.run.steps)) for compared in compared_runs)
 
 
 def curves_of(compared: ComparedRun, window: int) -> dict[str, Curve]:
@@ -160,7 +152,8 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
     from plotly.subplots import make_subplots
 
     in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
-    window = common_window(compared_runs)
+    # The moving means of all runs have the window that suits the shortest run.
+    window = min(window_of(len(compared.run.steps)) for compared in compared_runs)
     curves = [curves_of(compared, window) for compared in compared_runs]
     drawn_panels = set().union(*curves)
     panels = [panel for panel in PANELS if panel in drawn_panels]
@@ -182,7 +175,7 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             line = {"color": compared.colour, "dash": compared.dash, "width": 1.5}
             figure.add_scatter(
                 x=x,
-                y=SCALES.get(panel, 1) * values[drawn],
+                y=values[drawn],
                 name=escape(compared.label),
                 legendgroup=compared.label,
                 mode="lines+markers" if has_points else "lines",
@@ -223,8 +216,7 @@ def differing_values(
     """Return the differences between the runs in their settings and their environment.
 
     Map each key whose value differs to a dict. This dict maps each value to the labels of the runs
-    that have the value. An option of `fp8_config` is included only if it differs between runs of
-    the same precision, because precisions have different defaults.
+    that have the value.
     """
     runs = [compared.run for compared in compared_runs]
     values_of_runs = [
@@ -237,13 +229,8 @@ def differing_values(
         )
         for run in runs
     ]
-    options = {f"settings.{key}" for key in distinguishing_keys(runs)}
     keys = dict.fromkeys(
-        key
-        for values in values_of_runs
-        for key in values
-        if not key.startswith(NAMES)
-        and (key in options or not key.startswith("settings.fp8_config."))
+        key for values in values_of_runs for key in values if not key.startswith(NAMES)
     )
     differing = {}
     for key in keys:

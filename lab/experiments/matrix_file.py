@@ -146,15 +146,11 @@ class Cell:
     def read_mark(self) -> dict[str, Any]:
         """Return the content of the cell's mark, or an empty dict if the run folder has no mark.
 
-        Raises InputError if no matrix has written the file, or if the file is damaged.
+        Raises InputError if the file is damaged.
         """
         if not self.mark.exists():
             return {}
-        remedy = "either restore the complete file, or move it away"
-        content = load_object(self.mark, remedy)
-        if not isinstance(content.get("settings"), dict):
-            raise InputError(f"{self.mark}: the file has no object `settings`; {remedy}")
-        return content
+        return load_object(self.mark, "either restore the complete file, or move it away")
 
     def record(self) -> RunRecord | None:
         """Return the record of the run in the run folder.

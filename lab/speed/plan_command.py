@@ -153,10 +153,12 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         reason = prediction.reason if fits(plan) else f"does not fit; {SAVE_MEMORY}"
         for remark in filter(None, [*plan.experts_in_bf16, reason]):
             remarks[remark].append(label)
-    major, minor = devices.capability or (0, 0)
-    memory = units.memory(devices.memory / (1 - KEPT_FREE) / GIB)
-    source = card_called(devices.name, "").source
-    lines = [f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {source}"]
+    card = card_called(devices.name, "--on")
+    major, minor = card.capability
+    memory = units.memory(card.memory)
+    lines = [
+        f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {card.source}"
+    ]
     if rows:
         columns = COLUMNS[:-1] if price is None else COLUMNS
         rows.sort(key=lambda row: row[0], reverse=True)

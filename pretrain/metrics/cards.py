@@ -50,9 +50,8 @@ class Card:
     # None if the tensor cores do not support FP8.
     fp8: float | None = None
     fp32: float
-    # GB/s in one direction, to the host and between GPUs. `nvlink` is 0 unless NVLink connects all
-    # GPUs of a host. Bridges between PCIe cards connect only two or four.
-    pcie: int
+    # GB/s in one direction between GPUs. It is 0 unless NVLink connects all GPUs of a host. Bridges
+    # between PCIe cards connect only two or four.
     nvlink: int = 0
     # Sustained share of the BF16 peak, divided by the share that an H100 and an H200 sustain
     # (benchmarks/planner_fit.py). It is larger than 1 if the clock is above the boost clock of the
@@ -63,6 +62,11 @@ class Card:
     error: float | None = None
     # The steps to which `factor` is fitted: their trainer and models, or another card.
     source: str = "no steps"
+
+    @property
+    def pcie(self) -> int:
+        """Return the GB/s to the host in one direction. Cards since Hopper have PCIe 5."""
+        return 32 if self.capability < (9, 0) else 64
 
 
 # Regular expression for memory size and memory type in the lower-case names of devices such as
@@ -83,7 +87,6 @@ CARDS = (
         bandwidth=1.555,
         bf16=312.0,
         fp32=19.5,
-        pcie=32,
         nvlink=300,
         factor=1.01,
         error=GUESSED,
@@ -97,7 +100,6 @@ CARDS = (
         bandwidth=2.039,
         bf16=312.0,
         fp32=19.5,
-        pcie=32,
         nvlink=300,
         factor=1.01,
         error=GUESSED,
@@ -115,7 +117,6 @@ CARDS = (
         bf16=756.5,
         fp8=1513.0,
         fp32=51.0,
-        pcie=64,
         factor=0.65,
         error=GUESSED,
         source="H100, by its watts",
@@ -129,7 +130,6 @@ CARDS = (
         bf16=835.5,
         fp8=1670.5,
         fp32=60.0,
-        pcie=64,
         factor=0.68,
         error=GUESSED,
         source="H100, by its watts",
@@ -143,7 +143,6 @@ CARDS = (
         bf16=989.5,
         fp8=1979.0,
         fp32=67.0,
-        pcie=64,
         nvlink=450,
         factor=1.0,
         error=MEASURED,
@@ -161,7 +160,6 @@ CARDS = (
         bf16=835.5,
         fp8=1670.5,
         fp32=60.0,
-        pcie=64,
         factor=1.02,
         error=GUESSED,
         source="H200, by its watts",
@@ -175,7 +173,6 @@ CARDS = (
         bf16=989.5,
         fp8=1979.0,
         fp32=67.0,
-        pcie=64,
         nvlink=450,
         factor=1.0,
         error=MEASURED,
@@ -194,7 +191,6 @@ CARDS = (
         bf16=989.5,
         fp8=1979.0,
         fp32=67.0,
-        pcie=64,
         nvlink=450,
     ),
     Card(
@@ -206,7 +202,6 @@ CARDS = (
         bf16=989.5,
         fp8=1979.0,
         fp32=67.0,
-        pcie=64,
         nvlink=450,
     ),
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B200 and GB200
@@ -220,7 +215,6 @@ CARDS = (
         bf16=2250.0,
         fp8=4500.0,
         fp32=75.0,
-        pcie=64,
         nvlink=900,
         factor=0.89,
         error=PUBLISHED,
@@ -235,7 +229,6 @@ CARDS = (
         bf16=2500.0,
         fp8=5000.0,
         fp32=80.0,
-        pcie=64,
         nvlink=900,
         factor=0.85,
         error=PUBLISHED,
@@ -252,7 +245,6 @@ CARDS = (
         bf16=2250.0,
         fp8=4500.0,
         fp32=75.0,
-        pcie=64,
         nvlink=900,
         factor=0.88,
         error=GUESSED,
@@ -267,7 +259,6 @@ CARDS = (
         bf16=2500.0,
         fp8=5000.0,
         fp32=80.0,
-        pcie=64,
         nvlink=900,
         factor=1.09,
         error=PUBLISHED,
@@ -284,7 +275,6 @@ CARDS = (
         bf16=362.05,
         fp8=733.0,
         fp32=91.6,
-        pcie=32,
         factor=0.76,
         error=PUBLISHED,
         source="llmq, 0.5 to 3 B",
@@ -300,7 +290,6 @@ CARDS = (
         bandwidth=0.768,
         bf16=154.8,
         fp32=38.7,
-        pcie=32,
     ),
     Card(
         pattern=r"6000 ?ada(?: generation)?",
@@ -311,7 +300,6 @@ CARDS = (
         bf16=364.2,
         fp8=728.5,
         fp32=91.1,
-        pcie=32,
         factor=0.64,
         error=GUESSED,
         source="L40S, by its watts",
@@ -332,7 +320,6 @@ CARDS = (
         bf16=500.0,
         fp8=1000.0,
         fp32=120.0,
-        pcie=64,
         factor=1.09,
         error=PUBLISHED,
         source="llmq, 0.5 to 14 B",
@@ -346,7 +333,6 @@ CARDS = (
         bf16=500.0,
         fp8=1000.0,
         fp32=125.0,
-        pcie=64,
         factor=1.09,
         error=PUBLISHED,
         source="llmq, 0.5 to 14 B",
@@ -360,7 +346,6 @@ CARDS = (
         bf16=438.9,
         fp8=877.8,
         fp32=110.0,
-        pcie=64,
         factor=0.62,
         error=GUESSED,
         source="RTX PRO 6000 Server, by its watts",
@@ -376,7 +361,6 @@ CARDS = (
         bandwidth=0.936,
         bf16=71.0,
         fp32=35.6,
-        pcie=32,
         factor=1.37,
         error=GUESSED,
         source="RTX 4090 and 5090",
@@ -390,7 +374,6 @@ CARDS = (
         bf16=165.2,
         fp8=330.3,
         fp32=82.6,
-        pcie=32,
         factor=1.3,
         error=PUBLISHED,
         source="llmq, 0.5 to 14 B",
@@ -404,7 +387,6 @@ CARDS = (
         bf16=209.5,
         fp8=419.0,
         fp32=104.8,
-        pcie=64,
         factor=1.44,
         error=PUBLISHED,
         source="llmq, 0.5 to 3 B",

@@ -277,7 +277,6 @@ class Plan(Training):
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
         recipe = self.recipe
-        batch = recipe.batch
         needed = self.takes(self.expected_microbatch) / units.GIB
         available = self.devices.memory / units.GIB
         warnings = []
@@ -290,11 +289,6 @@ class Plan(Training):
             warnings.append(
                 "`weights: bf16` loses the smallest updates of the weights; set `weights: "
                 "bf16_exact` to keep all of them"
-            )
-        if batch.microbatch != "auto" and batch.microbatch > self.packs_per_rank:
-            warnings.append(
-                f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} "
-                "packs that a device has in a step"
             )
         usual = [active.precision.options.get("fp8_format") for active in self.precisions]
         chosen = [active.settings.fp8_format for active in self.precisions]

@@ -92,15 +92,10 @@ def model_lines(plan: Training) -> list[str]:
     lines.append(f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, {vocabulary}")
     for active in plan.precisions:
         first, last = active.kept_layers(shape.layers) if active.precision.quantized else (0, 0)
-        ends = []
-        if first:
-            ends.append("the first layer" if first == 1 else f"the first {first} layers")
-        if last:
-            ends.append("the last layer" if last == 1 else f"the last {last} layers")
-        if ends:
+        if first or last:
             lines.append(
-                f"{active.precision.name} leaves {' and '.join(ends)} in bf16 "
-                "(fp8_config.keep_bf16_layers)"
+                f"{active.precision.name} leaves the first {first} and the last {last} layers in "
+                "bf16 (fp8_config.keep_bf16_layers)"
             )
     return lines
 
@@ -114,11 +109,7 @@ def _step_line(plan: Plan) -> str:
     if plan.microbatch is None:
         return f"{total}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
     microbatches = -(-plan.packs_per_rank // plan.microbatch)
-    # Number of blank packs, which fill the microbatches if the packs of a step cannot be divided
-    # evenly.
-    empty = devices * microbatches * plan.microbatch - packs
-    share = f", {plural(empty, 'place')} of {packs + empty:,} empty" if empty else ""
-    return f"{total}{plural(microbatches, 'microbatch')} x {plural(plan.microbatch, 'pack')}{share}"
+    return f"{total}{plural(microbatches, 'microbatch')} x {plural(plan.microbatch, 'pack')}"
 
 
 def flops_line(plan: Training) -> str:

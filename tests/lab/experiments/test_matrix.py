@@ -121,9 +121,7 @@ def test_no_cell_starts_if_one_folder_has_files_of_others(matrix, tmp_path, caps
     assert "thesis.txt" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"settings": 3}', "[" * 5000], ids=["empty", *"abcd"]
-)
+@pytest.mark.parametrize("content", ["", "[]", "[" * 5000], ids=["empty", "list", "deep"])
 def test_no_cell_starts_if_the_mark_of_one_is_damaged(content, matrix, tmp_path, capsys):
     last = matrix().cells[-1]
     last.run_dir.mkdir(parents=True)
