@@ -39,7 +39,7 @@ ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.c
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (
     "tokens/s: predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
-    "± 15 % on several GPUs, and with experts, recomputation, long documents or Muon",
+    "± 15 % on several GPUs, and with experts, recomputation or long documents",
     "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
     "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",

@@ -50,10 +50,6 @@ OF_LINK = 0.79
 OF_PCIE = 0.7
 # A step waits as long as if it sent everything at this share of NCCL's rate after its backward.
 EXPOSED = 0.394
-# Bytes that Muon moves for each weight in addition to AdamW, and that it sends to gather directions
-# and updates. They are counted in its code, and not measured.
-MUON = 48
-MUON_SENT = {"one": 0, "ddp": 2, "zero": 4, "fsdp2": 4}
 # Bytes of a parameter that are sent to sum its gradient over all devices, to gather its BF16 value,
 # and to reduce its FP32 gradient.
 SENT = {"sum": 8, "gather": 2, "reduce": 4}
@@ -118,8 +114,6 @@ def step_seconds(
     moved = 2 * 4 + 3 * work.gradients + moments
     optimizer = share * moved / bandwidth
     optimizer += share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
-    optimizer += flops.hidden_weights / work.devices.shards * MUON / bandwidth
-    optimizer += flops.orthogonalization / (work.devices.count * in_bf16)
     return {
         "GEMMs": work.tokens * (in_layers * gemms + in_head),
         "passes": work.tokens * _moved(work) * passes / bandwidth,
@@ -178,7 +172,6 @@ def _sent(work: Work, microbatches: float) -> float:
     share = work.flops.parameters / work.devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
     sent = SENT["sum"] * share * (copies - 1) / copies
-    sent += MUON_SENT[work.devices.topology] * work.flops.hidden_weights
     if work.devices.shards > 1:
         # Share of the weights that are gathered once a step. The others are gathered by forward and
         # backward of each microbatch.
@@ -228,6 +221,8 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
     devices = plan.devices
     if costs is None or card.capability >= costs.below:
         return f"no step in {precision} was measured on such a card"
+    if plan.recipe.optimizer.name == "muon":
+        return "no step with Muon is predicted; with AdamW, a step is a little shorter"
     if work.attention not in ATTENTION:
         return f"no step with the attention {work.attention} was measured"
     if plan.recipe.model.compile == "none" and not work.fused:

@@ -124,10 +124,8 @@ class ModelFlops:
     idle_weights: int = 0
     # Number of experts that a token chooses in each layer, or 0 without experts.
     experts_per_token: int = 0
-    # Number of weights that Muon updates, and FLOPs of their orthogonalization in each step. They
-    # are 0 with AdamW.
+    # Number of weights that Muon updates, or 0 with AdamW.
     hidden_weights: int = 0
-    orthogonalization: float = 0.0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:

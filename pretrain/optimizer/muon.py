@@ -103,13 +103,6 @@ class Hidden:
         """Return the number of matrices, and the numbers of their outputs and inputs."""
         return tuple(self.split(torch.empty(self.parameter.shape, device="meta")).shape)
 
-    @property
-    def cost(self) -> float:
-        """Return the FLOPs of the orthogonalization."""
-        matrices, *sides = self.shape
-        short, long = sorted(sides)
-        return matrices * STEPS * short**2 * (4.0 * long + 2.0 * short)
-
 
 def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     """Return the trained matrices in the decoder layers of `hf`, except for routers.

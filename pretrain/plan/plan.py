@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from packing.order import Mixture
-from pretrain.metrics.flops import FLOPS_PER_WEIGHT, ModelFlops
+from pretrain.metrics.flops import ModelFlops
 from pretrain.model.attention import Case, Choice, choose
 from pretrain.model.distributed import from_all_ranks
 from pretrain.optimizer.schedule import decay_begins
@@ -262,16 +262,12 @@ class Plan(Training):
     @property
     def experts_in_bf16(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
-        in_experts = FLOPS_PER_WEIGHT * self.flops.expert_weights / self.flops_per_token
-        texts = []
-        for name, layers in self.layers.items():
-            for reason, part in layers[-1].experts_left_out.items():
-                if PRECISIONS[name].quantized:
-                    share = units.percent(in_experts * part)
-                    texts.append(
-                        f"experts compute in BF16 and have {share} of the FLOPs ({reason})"
-                    )
-        return texts
+        return [
+            f"experts compute in BF16 ({reason})"
+            for name, layers in self.layers.items()
+            for reason in layers[-1].experts_left_out
+            if PRECISIONS[name].quantized
+        ]
 
     @property
     def warnings(self) -> list[str]:

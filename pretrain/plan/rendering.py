@@ -119,8 +119,6 @@ def flops_line(plan: Training) -> str:
         f"{units.operations(plan.flops_per_token * number)} {unit}"
         for unit, number in tokens.items()
     ]
-    if by_muon := plan.flops.orthogonalization:
-        parts.append(f"and {units.operations(by_muon)} per step for Muon")
     return ", ".join(parts)
 
 
@@ -130,21 +128,14 @@ def horizon_lines(plan: Training) -> list[str]:
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
     for first, last, active in plan.schedule.spans if plan.schedule.changes else ():
         lines.append(f"steps {first:,} to {last:,} in {active.name}")
-    if stream := plan.recipe.data.stream:
-        lines.append(
-            f"packed during training: {units.count(stream.window)} tokens at a time, at most "
-            f"{stream.disk_gb:g} GB on disk"
-        )
-    elif plan.mixture is not None:
+    if plan.mixture is not None:
         shares = plan.mixture.shares(plan.total_packs)
         passes = plan.mixture.epochs(plan.total_packs)
         for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True):
             epochs = f"{passes[name]:.2f} epochs of {plural(count, 'pack')}"
             lines.append(f"{units.percent(shares[name])} of the tokens from {name}: {epochs}")
-    optimizer = plan.recipe.optimizer
-    muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
-    rates = describe(plan.recipe.schedule, optimizer.learning_rate, plan.steps)
-    return [*lines, rates + muon * (optimizer.name == "muon")]
+    peak = plan.recipe.optimizer.learning_rate
+    return [*lines, describe(plan.recipe.schedule, peak, plan.steps)]
 
 
 def _memory_lines(plan: Plan) -> list[str]:

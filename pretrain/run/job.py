@@ -287,11 +287,8 @@ def check_model(
     shapes = build_on_meta(config)
     check_architecture(shapes, recipe.data.length, recipe.loss)
     hidden = hidden_parameters(shapes) if recipe.optimizer.name == "muon" else []
-    flops = replace(
-        ModelFlops.of(shapes),
-        hidden_weights=sum(item.parameter.numel() for item in hidden),
-        orthogonalization=sum(item.cost for item in hidden),
-    )
+    hidden_weights = sum(item.parameter.numel() for item in hidden)
+    flops = replace(ModelFlops.of(shapes), hidden_weights=hidden_weights)
     for _, active in checked.phases:
         check_precision(active, recipe, shapes)
     return replace(checked, recipe=recipe), shapes, flops

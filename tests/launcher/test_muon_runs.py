@@ -93,11 +93,3 @@ def test_a_run_with_adamw_is_not_resumed_with_muon(
     assert "--accept-changes" not in refused.refusal
     forced = start_here(recipe, tmp_path, *MUON, "--accept-changes")
     assert "the checkpoint does not fit this run" in forced.refusal
-
-
-def test_the_plan_counts_muon(start_here: Callable, recipe_for: Callable, tmp_path: Path) -> None:
-    run = start_here(recipe_of(recipe_for, tmp_path / "run"), tmp_path, *MUON, "--plan")
-    assert run.status == 0, run.output
-    printed = " ".join(run.out.split())
-    assert "per step for Muon" in printed
-    assert "peak 0.01 to 0, Muon's peak 0.02" in printed
