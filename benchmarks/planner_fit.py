@@ -9,7 +9,7 @@ A row of planner_rows.csv is one measured step. To add a row, append a line with
 model, the settings of the run, the mean over tokens of the length of the token's document, the
 speed in tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of
 a published speed. Then run this command, and change the shares in pretrain/precision/formats and
-the factors in pretrain/metrics/cards.py. tests/lab/speed/test_speed.py compares all of them
+the factors in pretrain/metrics/cards.yaml. tests/lab/speed/test_speed.py compares all of them
 with the fit. The status of a row:
 
 * `fit`: a step of this trainer on one GPU. The shares are fitted to these rows.
