@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT
 
 PAGES = ("architecture.md", "tour.md")
-PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
+PRODUCT = ("foundation", "packing", "pretrain", "lab", "demo", "benchmarks")
 PATH = re.compile(r"[\w./-]+(/|\.(py|md|yaml|toml|txt|json|jsonl))")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 
