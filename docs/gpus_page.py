@@ -58,8 +58,8 @@ TAIL = """\
 * **Out of memory?** Set `optimizer.offload=moments`, then `model.gradient_checkpointing=full`.
 * **FP8 needs [Transformer Engine](install.md#nvidia-gpus).** Run `python -m pretrain doctor` first.
   It tests every precision on your card.
-* **Is FP8 as good as BF16 for your model?** [`which`](which.md) measures it. [Our
-  measurements](evidence.md) are for models of up to 0.6 billion parameters.
+* **Is FP8 as good as BF16 for your model?** [`which`](comparing.md#which-precision-for-my-model)
+  measures it. [Our measurements](evidence.md) are for models of up to 0.6 billion parameters.
 
 **Blackwell.** Nothing in this project has run on a B200 or another Blackwell GPU. MXFP8 and NVFP4
 were emulated, after Transformer Engine's source code. In published steps of an 8 billion model,

@@ -2,7 +2,7 @@
 
 A batch of held-out packs is computed in BF16, and in each low precision. All computations have the
 same weights, dropout masks and scales of the loss, so the gap shows only the effect of rounding.
-docs/verification.md defines the figures.
+docs/developers/checks.md defines the figures.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Ver
     if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):
         lines.append(
             "All gains are upper estimates: the learning rate decays for more than half of the "
-            "steps, and the decay makes the slope of the loss too steep (docs/which.md)."
+            "steps, and the decay makes the slope of the loss too steep (docs/comparing.md)."
         )
     if protocol.begin_with:
         lines.append(

@@ -8,7 +8,7 @@ A warning is printed if an operand loses a larger share of its values than is us
 precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
 become zero, or they are too large for the format. Each of the two warnings is printed once in a
 process, and once more after a rollback. The run continues, because no threshold can show whether a
-restart is worth its cost. docs/developers/verification.md lists the limits and explains how they
+restart is worth its cost. docs/developers/checks.md lists the limits and explains how they
 were derived.
 """
 
@@ -125,7 +125,7 @@ class OperandStatistics(Probe):
     """Statistics of all low-precision operands in forward and backward of one microbatch.
 
     The microbatch must be the first one of a step, because only the first microbatch quantizes
-    weights. The measurement does not change the training. docs/developers/verification.md
+    weights. The measurement does not change the training. docs/developers/checks.md
     ("Statistics and health") explains the keys of `records`.
     """
 

@@ -3,7 +3,7 @@
 Some rows and columns of each product's result are computed in two more ways: exactly, from the
 unquantized operands, and from the same operands after our plain quantizer has quantized them. The
 error of a result is its difference from the exact result. The run's error must have about the same
-norm and direction as our quantizer's error (docs/developers/verification.md). A mistake in a
+norm and direction as our quantizer's error (docs/developers/checks.md). A mistake in a
 quantizer that the run and the check share is found by pretrain/verify/reference_quantizer.py.
 """
 

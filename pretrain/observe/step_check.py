@@ -3,7 +3,7 @@
 The parity check covers forward and backward, and the audit covers matrix products. This check
 covers the rest of a step. It runs in the first two steps after a start, a rollback or a change of
 the precision (`Step.is_new`), and every `log.fp8_statistics` steps. `pretrain.observe.update_check`
-computes the update again. docs/developers/verification.md lists everything that is checked.
+computes the update again. docs/developers/checks.md lists everything that is checked.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The state consists of the amaxes (largest absolute values) of past microbatches, and of the scales
 that are computed from them. The order of the updates is the same as in Transformer Engine
-(FP8GlobalStateManager in pytorch/quantization.py). docs/developers/quantization.md describes this
+(FP8GlobalStateManager in pytorch/quantization.py). docs/developers/extending.md describes this
 order. The histories of all layers of a model are in one tensor, so an update needs only a few
 kernels and one reduction.
 """

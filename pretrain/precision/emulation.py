@@ -1,6 +1,6 @@
 """Emulated low precision on any device: round operands to a format, multiply in BF16 or FP32.
 
-docs/developers/verification.md ("Emulation") lists the results that equal the hardware's, and the
+docs/developers/checks.md ("Emulation") lists the results that equal the hardware's, and the
 results that do not. The input of a layer is saved for backward unquantized, because several linear
 layers share the same input tensor. Backward quantizes the input again for the weight's gradient.
 """

@@ -499,7 +499,7 @@ _which.add_argument(
     type=Path,
     metavar="FILE",
     help="YAML file with the name and the settings of each candidate, the baseline first, "
-    "instead of --precisions (docs/which.md)",
+    "instead of --precisions (docs/comparing.md)",
 )
 _which.add_argument(
     "--seeds",

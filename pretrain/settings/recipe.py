@@ -570,7 +570,7 @@ class Recipe(Settings):
         name: key for key, names in _OTHER_NAMES.items() for name in names.split()
     }
     UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md lists the names in other trainers"
-    LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/sweeps.md)"
+    LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/comparing.md)"
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. It is also part of the name of the run folder."""

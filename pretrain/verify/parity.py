@@ -1,7 +1,7 @@
 """Compare the training path with plain transformers before the first step.
 
 The packed model of the run and plain transformers compute the losses and gradients of the same
-tokens. The tokens are random, in the shapes of step 0. docs/developers/verification.md explains the
+tokens. The tokens are random, in the shapes of step 0. docs/developers/checks.md explains the
 comparison, its tolerances, and the reason for random tokens.
 """
 

@@ -1,6 +1,6 @@
 """Random packs and documents for the comparison with plain transformers.
 
-docs/developers/verification.md explains the choice of the documents.
+docs/developers/checks.md explains the choice of the documents.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PAGES = ("architecture.md", "tour.md")
+PAGES = ("architecture.md", "extending.md")
 PRODUCT = ("foundation", "packing", "pretrain", "lab", "demo", "benchmarks")
 PATH = re.compile(r"[\w./-]+(/|\.(py|md|yaml|toml|txt|json|jsonl))")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")

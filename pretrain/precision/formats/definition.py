@@ -1,7 +1,7 @@
 """The definition of a precision: a class with all properties of a precision and their defaults.
 
 The other files in this folder define the precisions. `pretrain.precision.settings` lists all of
-them. This file imports torch only when a quantizer is created. docs/developers/quantization.md has
+them. This file imports torch only when a quantizer is created. docs/developers/extending.md has
 a table of the axis along which each operand is quantized.
 """
 
@@ -199,7 +199,7 @@ class QuantizedPrecision(Precision):
     def limits(self) -> dict[str, float]:
         """Map `underflow` and `saturation` to their limits, as shares of an operand's values.
 
-        A run warns if a share is above its limit. docs/developers/verification.md has the
+        A run warns if a share is above its limit. docs/developers/checks.md has the
         measurements behind the limits. With delayed scaling, a few values may saturate, because
         scales are computed from the amaxes of earlier microbatches. In other precisions the limit
         of `saturation` is 1, so a run never warns of it.
