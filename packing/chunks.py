@@ -16,7 +16,7 @@ from foundation.errors import InputError, as_input_error
 from foundation.units import plural
 from packing.records import UNTRAINED, Records
 from packing.settings import DataSettings
-from packing.tokenizer import TextTokenizer, without_nulls
+from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 # Offset in a source from which reading can continue. It is empty for the beginning of the source.
@@ -214,8 +214,17 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
         # In a table all messages have the same keys, and the value of a missing key is null.
         nested = [field.name for field in table.schema if "struct<" in str(field.type)]
         for row, record in enumerate(table.to_pylist(maps_as_pydicts="lossy"), chunk.first):
-            record |= {name: without_nulls(record[name]) for name in nested}
+            record |= {name: _without_nulls(record[name]) for name in nested}
             yield f"{chunk.origin}{row}", record
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return `value` without null fields."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def column_names(chunk: Chunk) -> set[str]:

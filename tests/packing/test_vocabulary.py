@@ -14,10 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from foundation.errors import InputError
-from packing import tokenizer as tokenizer_module
 from packing.tokenizer import (
     END_OF_TEXT,
-    TextTokenizer,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
@@ -164,23 +162,3 @@ def test_a_full_disk_leaves_no_partial_tokenizer(
     with pytest.raises(InputError, match=r"new: the tokenizer cannot be written: .*No space left"):
         save_tokenizer(tokenizer, tmp_path / "new")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_fingerprint_is_computed_once_and_cached(
-    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_module, "CACHE", tmp_path / "cache")
-
-    def fingerprint() -> str:
-        return TextTokenizer("t", Tokenizer.from_file(str(tokenizer_file)), {}).fingerprint
-
-    expected = fingerprint()
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizer_module, "without_nulls", None)
-        assert fingerprint() == expected
-        other = train_tokenizer(["another text"], VOCABULARY)
-        with pytest.raises(TypeError):  # not cached
-            TextTokenizer("t", other, {}).fingerprint  # noqa: B018
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(tokenizer_module, "CACHE", tmp_path / "file")
-    assert fingerprint() == expected, "a folder that cannot be written"
