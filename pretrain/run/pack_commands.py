@@ -4,7 +4,7 @@
     python -m pretrain prepare recipes/smoke.yaml data.length=1024
     python -m pretrain prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \
         data.packs=packs/corpus
-    python -m pretrain inspect packs/corpus --index 0
+    python -m pretrain inspect packs/corpus --verify
 
 Each function receives the parsed options of its command. `pretrain/settings/commands.py` defines
 the options.
@@ -13,22 +13,19 @@ the options.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
 from foundation.errors import InputError
 from foundation.progress import Progress, say
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
+from packing.arrow import MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
 from packing.store import find_splits, notes_of, open_packs
-from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
 # Largest number of characters on which a tokenizer is trained. More characters need more memory and
@@ -106,7 +103,7 @@ def prepare_command(options: argparse.Namespace) -> None:
 
 
 def inspect_command(options: argparse.Namespace) -> None:
-    """Describe all packs at or below a path. With --index, print the text of a pack of each."""
+    """Describe all packs at or below a path. With --verify, compare their files with hashes."""
     path = options.path
     token_dtype = None
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
@@ -119,15 +116,16 @@ def inspect_command(options: argparse.Namespace) -> None:
             "recipe; remove the settings, or name a recipe"
         )
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
-        openers = find_splits(folder, None, token_dtype=token_dtype)
-        splits = {split: open_split() for split, open_split in openers.items()}
-        _describe(folder, splits, options.verify)
-        if options.index is not None:
-            _print_text(splits["train"], options.index, options.tokenizer)
+        _describe(folder, token_dtype, options.verify)
 
 
-def _describe(path: Path, splits: Mapping[Split, Packs], verify: bool) -> None:
-    """Describe the packs at `path`. With `verify`, compare their files with recorded hashes."""
+def _describe(path: Path, token_dtype: str | None, verify: bool) -> None:
+    """Describe the packs at `path`. With `verify`, compare their files with recorded hashes.
+
+    `token_dtype` is the recipe's `data.token_dtype`.
+    """
+    openers = find_splits(path, None, token_dtype=token_dtype)
+    splits = {split: open_split() for split, open_split in openers.items()}
     first = splits["train"]
     print(f"{path}: {type(first).__name__} of {first.length:,} tokens")
     recorded = ", ".join(
@@ -143,25 +141,3 @@ def _describe(path: Path, splits: Mapping[Split, Packs], verify: bool) -> None:
         print(f"  {note}")
     if isinstance(first, ArrowPacks):
         print(summary(first.manifest))
-
-
-def _print_text(packs: Packs, index: int, tokenizer_name: str | None) -> None:
-    """Print the text of each document of a pack. Without a tokenizer, print the token ids."""
-    if not 0 <= index < len(packs):
-        raise InputError(f"--index {index}: {packs.path} has only packs 0 to {len(packs) - 1}")
-    files = [folder / "tokenizer.json" for folder in (packs.path, packs.path.parent / FIRST)]
-    name = tokenizer_name or next((str(file) for file in files if file.is_file()), None)
-    tokenizer = load_tokenizer(name).tokenizer if name else None
-
-    def text_of(ids: np.ndarray) -> str:
-        if tokenizer is None:
-            return " ".join(map(str, ids))
-        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-    pack = packs[index]
-    for start, end in pairwise([0, *np.cumsum(pack.lengths).tolist()]):
-        print(f"──── document at {start:,} · {end - start:,} tokens ".ljust(100, "─"))
-        ids = pack.input_ids[start:end]
-        print(text_of(ids))
-        if pack.trained is not None:
-            print(f"[trained on] {text_of(ids[pack.trained[start:end]])}")

@@ -636,7 +636,7 @@ _prepare.add_argument(
 _inspect = _command(
     "inspect",
     "pretrain.run.pack_commands:inspect_command",
-    """Show the counts, lengths and text of packs.
+    """Show the counts and lengths of packs.
 
     The packs may be of this project (Arrow), MDS shards or token .bin files.
     """,
@@ -648,13 +648,6 @@ _inspect.add_argument(
     nargs="*",
     metavar="key=value",
     help="settings that override the data section of RECIPE.yaml",
-)
-_inspect.add_argument(
-    "--index", type=int, help="also print the text of this training pack of each source"
-)
-_inspect.add_argument(
-    "--tokenizer",
-    help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",
 )
 _inspect.add_argument(
     "--verify", action="store_true", help="compare each file with its recorded hash"
