@@ -161,7 +161,7 @@ def measure(arguments: argparse.Namespace, folder: Path, result: dict[str, Any])
             }
         write_json(arguments.out, result)
     recipe = load_recipe(arguments.recipe)
-    processes = yaml.safe_load(arguments.config.read_text())["num_processes"]
+    processes = yaml.safe_load(arguments.config.read_text()).get("num_processes", 1)
     for count in arguments.microbatches:
         tokens = count * processes * recipe.batch.microbatch * recipe.data.length
         settings = [*arguments.settings, f"batch.tokens={tokens}"]

@@ -59,7 +59,7 @@ def test_accelerate_knows_every_key_of_the_file(path: Path):
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
     assert config.num_processes >= 1
-    assert config.dynamo_config == {}, "the launcher compiles by itself"
+    assert not config.dynamo_config, "the launcher compiles by itself"
     options = {action.dest for action in launch_command_parser()._actions}
     # accelerate reads this key from the file only.
     options.add("fsdp_ignored_modules")

@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
     machines = content.get("num_machines")
     if machines not in (None, 0, 1):
         address = f"{content.get('main_process_ip')}:{content.get('main_process_port')}"
-        machine = content.get("machine_rank")
+        machine = content.get("machine_rank", 0)
         print(f"machine {machine} waits for all {machines} machines at {address}", flush=True)
     return run(launch)
 

@@ -122,7 +122,7 @@ def check_command(command: str) -> None:
         processes = launch.num_processes
         if processes is None and launch.config_file:
             config = yaml.safe_load((ROOT / launch.config_file).read_text(encoding="utf-8"))
-            processes = config["num_processes"]
+            processes = config.get("num_processes", 1)
         check_training(launch.training_script_args, launch.config_file, processes)
     elif program == "torchrun":
         launch = get_args_parser().parse_args(arguments)

@@ -92,18 +92,18 @@ def topology_of(configuration: dict[str, Any]) -> str | None:
     if configuration["distributed_type"] == "FSDP":
         gathers_often = configuration["fsdp_config"]["fsdp_reshard_after_forward"]
         return "fsdp2" if gathers_often else "zero"
-    return "ddp" if configuration["num_processes"] > 1 else None
+    return "ddp" if configuration.get("num_processes", 1) > 1 else None
 
 
 def check_command(words: Sequence[str], card: str) -> None:
     """Plan the training that `accelerate launch` starts."""
     file = words[words.index("--config_file") + 1]
     configuration = yaml.safe_load((ROOT / file).read_text())
-    processes = configuration["num_processes"]
+    processes = configuration.get("num_processes", 1)
     if "--num_processes" in words:
         processes = int(words[words.index("--num_processes") + 1])
     path, *overrides = words[words.index("train_accelerate.py") + 1 :]
-    machines = configuration["num_machines"]
+    machines = configuration.get("num_machines", 1)
     recipe = with_precision(load_recipe(ROOT / path, overrides), environment_of(file, overrides))
     # Only the memory of one device is checked, so one machine stands for all.
     check_fit(recipe, f"{processes // machines}x{card}", topology_of(configuration))

@@ -160,8 +160,7 @@ def test_a_configuration_with_hosts_of_mpirun_is_refused(
     mpirun.chmod(0o755)
     cpu = (ROOT / "accelerate_configs/cpu.yaml").read_text().replace("'NO'", "MULTI_CPU")
     hosts = f"mpirun_config: {{mpirun_hostfile: {tmp_path}/hosts, mpirun_ccl: '1'}}\n"
-    two = cpu.replace("num_processes: 1", "num_processes: 2")
-    (tmp_path / "mpi.yaml").write_text(two + hosts)
+    (tmp_path / "mpi.yaml").write_text(f"{cpu}num_processes: 2\n{hosts}")
     recipe = str(write_recipe(small_recipe, tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "pretrain", "train", recipe, f"--config={tmp_path}/mpi.yaml"],
