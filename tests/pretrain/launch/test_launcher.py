@@ -271,7 +271,7 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
     recipe = str(write_recipe(small_recipe, tmp_path))
     (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
     ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
-    (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
+    (tmp_path / "two.yaml").write_text(f"{ddp}num_machines: 2\n")
     (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
     (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
