@@ -77,7 +77,7 @@ def missing() -> str | None:
     # These exceptions mean that the library is not installed, or that it was built for another
     # version of torch, CUDA or Python.
     except (ImportError, OSError, RuntimeError) as error:
-        return f"Transformer Engine, installed as in docs/install.md ({one_line(error)})"
+        return f"Transformer Engine, installed as in docs/quick_start.md ({one_line(error)})"
     return None
 
 
