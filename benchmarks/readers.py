@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -270,12 +271,13 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells[row["export"], row["reader"]] = "yes" if is_small else f"{difference:.1g}"
     lines = [["export", *(f"{reader} {version}".strip() for reader, version in readers.items())]]
     lines.append(["---"] * len(lines[0]))
-    # Exports with equal cells share a line.
-    names: dict[tuple[str, ...], list[str]] = {}
-    for export in exports:
-        line = tuple(cells.get((export, reader), "not run") for reader in readers)
-        names.setdefault(line, []).append(f"`{export}`")
-    lines += [[", ".join(exports_of_line), *line] for line, exports_of_line in names.items()]
+
+    def cells_of(export: str) -> list[str]:
+        return [cells.get((export, reader), "not run") for reader in readers]
+
+    # Neighbours with equal cells share a line.
+    for line, group in groupby(exports, cells_of):
+        lines.append([", ".join(f"`{export}`" for export in group), *line])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
