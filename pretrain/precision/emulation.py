@@ -62,12 +62,9 @@ class EmulationEngine(GemmEngine):
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         super().__init__(active, device)
-        # Multiply in BF16 on a GPU if BF16 represents all operands exactly, because tensor cores
-        # multiply BF16 fast. The values of an operand are codes, multiplied by the scales of their
-        # blocks. BF16 represents them exactly unless these scales are FP32 numbers.
-        is_exact = not self.precision.block_scaled or self.precision.scales.kind != "FP32"
-        in_bf16 = device.type == "cuda" and is_exact
-        self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        # Multiply in BF16 on a GPU, because tensor cores multiply BF16 fast. BF16 represents all
+        # operands exactly: codes, multiplied by the scales of their blocks.
+        self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.delayed = (
             DelayedState(self.precision, device) if self.precision.keeps_history else None
         )

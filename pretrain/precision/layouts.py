@@ -179,12 +179,6 @@ _MX_ACTIVATIONS = (
     "quantized by the server; its power-of-two scales may be smaller than those of training, so "
     "values may saturate, unlike in training"
 )
-_FP8_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-}
 # Map each value of `QuantizedPrecision.served_as` to its layout.
 LAYOUTS = {
     "static FP8": Layout(
@@ -199,17 +193,16 @@ LAYOUTS = {
     ),
     "FP8 blocks": Layout(
         (FP8_BLOCK, FP8_BLOCK),
-        # Request powers of two as scales of activations, as in training.
-        _FP8_BLOCKS | {"scale_fmt": "ue8m0"},
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            # Request powers of two as scales of activations, as in training.
+            "scale_fmt": "ue8m0",
+        },
         "quantized by the server, with power-of-two scales as in training if it honours "
         "`scale_fmt: ue8m0`, else with FP32 scales",
-        "modules_to_not_convert",
-        parts=("weight", "weight_scale_inv"),
-    ),
-    "FP8 blocks with FP32 scales": Layout(
-        (FP8_BLOCK, FP8_BLOCK),
-        _FP8_BLOCKS,
-        "quantized by the server, with FP32 scales as in training on Hopper",
         "modules_to_not_convert",
         parts=("weight", "weight_scale_inv"),
     ),
@@ -359,24 +352,18 @@ def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredW
     return weights
 
 
-def equal_codes(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Return a text with the share of codes in `weights` that equal the codes of a source.
+def equal_values(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """Return a text with the share of values in `weights` that equal the values of a source.
 
-    Both map names of parameters to values. Values that are no `StoredWeight` are not compared.
-
-    Codes also count as equal if they differ by a power of two that the scales make up for. For
-    example, the code 224 with the scale 2 has the same value as the code 448 with the scale 1.
+    Both map names of parameters to values. Values that are no `StoredWeight` are not compared. The
+    values are compared in BF16, because a product of scales may be rounded differently in FP32.
     """
     equal = values = 0
     for name in source.keys() & weights.keys():
         stored, again = source[name], weights[name]
         if isinstance(stored, StoredWeight) and isinstance(again, StoredWeight):
-            one, other = stored.read(), again.read()
-            codes = other.codes.to(one.codes)
-            factors = (other.block_scale * other.tensor_scale).to(one.codes)
-            exponents = (factors / one.block_scale).log2().round()
-            has_equal_code = torch.ldexp(codes, exponents) == one.codes
-            equal += int((has_equal_code | (codes * factors == one.dequantize())).sum())
-            values += codes.numel()
+            is_equal = stored[...].bfloat16() == again[...].bfloat16()
+            equal += int(is_equal.sum())
+            values += is_equal.numel()
     share = 100 * equal / max(values, 1)
-    return f"{share:.2f} % of the codes are equal ({equal:,} of {values:,})"
+    return f"{share:.2f} % of the values are equal ({equal:,} of {values:,})"

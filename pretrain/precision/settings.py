@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
@@ -191,6 +191,8 @@ class KeepBf16Layers(Settings):
 class LowPrecisionSettings(Settings):
     """The `fp8_config` of a recipe or of an Accelerate configuration."""
 
+    REMOVED: ClassVar[Mapping[str, Any]] = {"use_f32_scales": None}
+
     backend: Literal["TE", "emulation"] = "TE"
     """Engine that computes the quantized products.
 
@@ -254,12 +256,6 @@ class LowPrecisionSettings(Settings):
 
     disable_stochastic_rounding: bool | None = None
     """Round gradients to the nearest value instead of stochastically."""
-
-    use_f32_scales: bool | None = None
-    """Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do.
-
-    Needs Hopper or emulation.
-    """
 
     @property
     def options_set(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -56,8 +55,6 @@ NUMBERS_CHANGED_BY = (
     # transform.
     "NVTE_USE_FAST_MATH",
 )
-# The attributes of Transformer Engine's block recipe that store the parameters of its quantizers.
-BLOCK_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 # The key of fp8_meta that maps to the position of the scales for recomputing a layer.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 # Modules of Transformer Engine, and of FlashAttention-4.
@@ -116,10 +113,6 @@ def build_te_recipe(precision: QuantizedPrecision) -> Any:
             f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks this option; "
             "install the version in requirements-cuda.txt"
         )
-    if precision.settings.use_f32_scales:
-        # Transformer Engine's constructor does not apply the option to the quantizers.
-        for key in BLOCK_QUANTIZERS:
-            setattr(te_recipe, key, replace(getattr(te_recipe, key), power_2_scale=False))
     return te_recipe
 
 

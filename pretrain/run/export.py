@@ -42,7 +42,7 @@ from pretrain.model import huggingface
 from pretrain.model.configuration import load_config
 from pretrain.model.exported import write_model
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.precision.layouts import equal_codes
+from pretrain.precision.layouts import equal_values
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.command_checks import checkpoint_of
@@ -97,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def print_comparison_with_source(settings: ModelSettings, out: Path) -> None:
-    """Print the share of exported codes that equal the codes of a quantized `model.source`.
+    """Print the share of exported values that equal the values of a quantized `model.source`.
 
     Print nothing if the source is not quantized, or cannot be read.
 
@@ -109,7 +109,7 @@ def print_comparison_with_source(settings: ModelSettings, out: Path) -> None:
     with suppress(InputError):
         if source := huggingface.quantized_weights(repository, settings.revision, local=True):
             exported = huggingface.quantized_weights(str(out))
-            print(f"  compared with {repository}: {equal_codes(source, exported)}")
+            print(f"  compared with {repository}: {equal_values(source, exported)}")
 
 
 def write_export(

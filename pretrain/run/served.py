@@ -24,7 +24,7 @@ from pretrain.model.fused.layers import Stack, stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors, quantized_weights
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
-from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_codes
+from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_values
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale
 from pretrain.precision.settings import LowPrecisionSettings, configured
@@ -163,7 +163,7 @@ def compare_with_source(
         for name, stack in _stacks_in(audit).items()
     }
     text = f"{settings.source}: quantized again in `{precision.name}`, "
-    return [text + equal_codes(source, weights)] if source else []
+    return [text + equal_values(source, weights)] if source else []
 
 
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, Stack]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.formats.definition import BLACKWELL
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, blocks, tensor
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
@@ -103,22 +102,17 @@ def test_delayed_scaling_equals_the_kernels(kind: str, grid: Grid, scale: float)
 @by_input
 @by_grid
 @pytest.mark.parametrize("dimensions", [1, 2], ids=["rows", "squares"])
-@pytest.mark.parametrize("power_of_two", [True, False], ids=["power of two", "FP32"])
-def test_block_scaling_equals_the_kernels(
-    kind: str, grid: Grid, dimensions: int, power_of_two: bool
-):
+def test_block_scaling_equals_the_kernels(kind: str, grid: Grid, dimensions: int):
     """Transformer Engine pads scales to multiples of 4.
 
     It stores the scales of rows column by column: [blocks along the row, rows].
     """
-    if not power_of_two and torch.cuda.get_device_capability() >= BLACKWELL:
-        pytest.skip("Transformer Engine refuses FP32 scales on Blackwell")
     x = values(kind)
     x = x[: x.shape[0] // 128 * 128, : x.shape[1] // 128 * 128].contiguous()
     options = {
         "rowwise": True,
         "columnwise": True,
-        "force_pow_2_scales": power_of_two,
+        "force_pow_2_scales": True,
         "block_scaling_dim": dimensions,
     }
     expected = te.Float8BlockQuantizer(te_dtype(grid), **options)(x)
@@ -126,9 +120,7 @@ def test_block_scaling_equals_the_kernels(
         (x, expected._rowwise_data, expected._rowwise_scale_inv),
         (x.t(), expected._columnwise_data, expected._columnwise_scale_inv),
     ):
-        quantized = blocks.quantize_fp8(
-            values_along, grid, two_dimensional=dimensions == 2, power_of_two=power_of_two
-        )
+        quantized = blocks.quantize_fp8(values_along, grid, two_dimensional=dimensions == 2)
         if dimensions == 2:
             scales = quantized.block_scale[::128, ::128]
         else:

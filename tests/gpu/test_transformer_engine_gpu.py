@@ -17,7 +17,6 @@ from torch import Tensor
 
 from foundation.overrides import overridden
 from pretrain.precision.emulation import EmulationEngine
-from pretrain.precision.formats.definition import BLACKWELL
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LinearState
 from pretrain.precision.transformer_engine import TransformerEngine
@@ -124,32 +123,6 @@ def test_outputs_and_gradients_equal_the_emulation(recipe: str, bias: bool) -> N
             )
         with torch.no_grad():
             weight.mul_(1.1)
-
-
-def test_fp32_scales_of_blocks_equal_the_emulation() -> None:
-    needs("block")
-    if torch.cuda.get_device_capability() >= BLACKWELL:
-        pytest.skip("Transformer Engine refuses FP32 scales on Blackwell")
-    weight, _ = parameters()
-    x, gradient = operands(1)
-    results, expected, powers_of_two = (
-        microbatch(
-            linear_of(make(engine_class, "block", use_f32_scales=fp32_scales), IN, OUT),
-            x,
-            gradient,
-            weight,
-            None,
-            True,
-        )
-        for engine_class, fp32_scales in (
-            (TransformerEngine, True),
-            (EmulationEngine, True),
-            (EmulationEngine, False),
-        )
-    )
-    for key, value in results.items():
-        assert relative_error(value, expected[key]) < SPLIT_ACCUMULATION, key
-        assert relative_error(value, powers_of_two[key]) > 3 * SPLIT_ACCUMULATION, key
 
 
 def test_a_weight_is_quantized_once_a_step_and_not_by_evaluation(recipe: str) -> None:

@@ -33,8 +33,7 @@ from tests.forked_commands import forking
 
 # The first tests of the suite run in one worker, so that they share the trained models.
 pytestmark = pytest.mark.long
-# "block FP32" is block with `use_f32_scales: true`.
-PRECISIONS = ("delayed", "current", "block", "block FP32", "mxfp8", "mxfp4", "nvfp4")
+PRECISIONS = ("delayed", "current", "block", "mxfp8", "mxfp4", "nvfp4")
 
 
 # ── A reader in NumPy ──
@@ -177,20 +176,17 @@ def exported(
         precision: str, weights: str, scope: str, options: dict[str, Any]
     ) -> Exported:
         folder = tmp_path_factory.mktemp(precision)
-        name, *fp32_scales = precision.split()
         recipe = recipe_of(
             recipe_for,
             block_packs,
             folder / "run",
-            precision=name,
+            precision=precision,
             weights=weights,
             train={"steps": 2},
             evaluate={"packs": 1},
         )
         # The last evaluation quantizes the final weights as training does.
         recipe["fp8_config"]["use_autocast_during_eval"] = True
-        if fp32_scales:
-            recipe["fp8_config"]["use_f32_scales"] = True
         recipe["fp8_config"] |= {"scope": scope} | options
         recipe["model"]["config"]["tie_word_embeddings"] = scope == "linear"
         operands: dict[tuple[str, str], Any] = {}
@@ -368,37 +364,6 @@ def test_transformers_dequantizes_block_fp8_to_our_weights_and_logits(
     in_bf16 = plain_logits(model)
     # The dequantized weights have at most four significant bits, so that BF16 holds them.
     check_logits(run, expected, plain_logits(model.float()), in_bf16)
-
-
-def test_transformers_reads_fp32_scales_of_blocks(exported: Callable[..., Exported]) -> None:
-    run = exported("block FP32")
-    expected = run.dequantized()
-    models = [
-        AutoModelForCausalLM.from_pretrained(
-            run.folder, dtype=dtype, quantization_config=FineGrainedFP8Config(dequantize=True)
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    for name, weight in expected.items():
-        assert torch.equal(models[0].get_parameter(name), weight), name
-        assert torch.equal(models[1].get_parameter(name), weight.bfloat16()), name
-    check_logits(run, expected, plain_logits(models[0].float()), plain_logits(models[1]))
-
-
-def test_scale_fmt_requests_powers_of_two_unless_training_uses_fp32_scales(
-    exported: Callable[..., Exported],
-) -> None:
-    configs = [
-        json.loads((exported(name).folder / "config.json").read_text())["quantization_config"]
-        for name in ("block", "block FP32")
-    ]
-    assert configs[0].pop("scale_fmt") == "ue8m0"
-    assert configs[0] == configs[1]
-    scales = load_file(exported("block FP32").folder / "model.safetensors")
-    mantissas = [
-        tensor.frexp().mantissa for name, tensor in scales.items() if name.endswith("scale_inv")
-    ]
-    assert all((mantissa != 0.5).any() for mantissa in mantissas)
 
 
 READ = """

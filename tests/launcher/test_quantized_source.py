@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def write_source(folder: Path, layout: str) -> dict[str, Tensor]:
         linear = name.removesuffix(".weight")
         blocks = (1, 32) if layout == "MXFP8" else (128, 128)
         split = weight.detach().float().unflatten(0, (-1, blocks[0])).unflatten(2, (-1, blocks[1]))
-        scale = split.abs().amax((1, 3)) / 448
-        if "FP32" not in layout:
-            scale = torch.exp2(scale.log2().ceil())
+        scale = torch.exp2((split.abs().amax((1, 3)) / 448).log2().ceil())
         codes = (split / scale[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
         tensors[name] = codes.contiguous()
         if layout == "MXFP8":
@@ -57,18 +54,10 @@ def write_source(folder: Path, layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision", "options"),
-    [
-        ("FP8 blocks", "block", {}),
-        ("FP8 blocks with FP32 scales", "block", {"use_f32_scales": True}),
-        ("MXFP8", "mxfp8", {}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "precision"), [("FP8 blocks", "block"), ("MXFP8", "mxfp8")])
 def test_a_round_trip_without_updates_changes_no_value(
     layout: str,
     precision: str,
-    options: dict[str, Any],
     start_here: Callable,
     recipe_for: Callable,
     block_packs: Path,
@@ -87,12 +76,12 @@ def test_a_round_trip_without_updates_changes_no_value(
         "train": {"steps": 1},
         "evaluate": {},
         "precision": precision,
-        "fp8_config": {"on_unsupported": "emulate", "keep_bf16_layers": {"last": 0}} | options,
+        "fp8_config": {"on_unsupported": "emulate", "keep_bf16_layers": {"last": 0}},
     }
     run = start_here(recipe, tmp_path)
     assert run.status == 0, run.output
     values = sum(value.numel() for name, value in source.items() if name.endswith("proj.weight"))
-    counts = f"100.00 % of the codes are equal ({values:,} of {values:,})"
+    counts = f"100.00 % of the values are equal ({values:,} of {values:,})"
     assert f"{tmp_path / 'source'}: quantized again in `{precision}`, {counts}" in run.output
     final = json.loads((run.run_dir / "final" / "config.json").read_text())
     assert "quantization_config" not in final
@@ -115,10 +104,6 @@ def test_a_round_trip_without_updates_changes_no_value(
             ratio = torch.exp2(before.float() - after.float())
         else:
             ratio = before / after
-        if "FP32" in layout:
-            # The largest value of a block is rounded to BF16, and the scale with it.
-            assert (ratio - 1).abs().max() < 2**-8
-            ratio = ratio.round()
         # A block with the largest code 224 may get codes up to 448, and half of the scale.
         assert set(ratio.flatten().tolist()) <= {1.0, 2.0}
         spread = ratio.repeat_interleave(rows, 0).repeat_interleave(columns, 1)

@@ -6,7 +6,6 @@ A block has 1x128 values in activations and gradients, and 128x128 values in wei
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import (
     BLACKWELL,
-    HOPPER,
     Hardware,
     QuantizedPrecision,
     Scaling,
@@ -20,7 +19,6 @@ PRECISION = QuantizedPrecision(
     "the same codes by MXFP8 products, which repeat each scale for every 32 values",
     costs=StepCosts(0.500, hidden=58, mlp=27, qkv=18, below=BLACKWELL),
     multiple_of=128,
-    options={"use_f32_scales": False},
     # 12.x is supported although `mxfp8` does not support it. Transformer Engine stores transposed
     # copies of the codes of `block`, so all MXFP8 products have the layout TN.
     hardware=Hardware((9, 0), "H100, H200, B200, RTX 5090"),
@@ -35,19 +33,4 @@ PRECISION = QuantizedPrecision(
     in_graphs=True,
     operand_bytes=1 + 4 / 128,
     weight_bytes=1.0,  # one scale for 128 x 128 values takes negligible memory
-    changed_by={
-        "use_f32_scales": {
-            # Transformer Engine refuses FP32 scales on Blackwell.
-            "hardware": Hardware(
-                HOPPER,
-                "H100, H200; later GPUs need `fp8_config.use_f32_scales: false`",
-                below=BLACKWELL,
-            ),
-            "scales": Scaling("FP32", 128),
-            "quantize": lambda x, *, grid, square, **_: quantizers.blocks.quantize_fp8(
-                x, grid, two_dimensional=square, power_of_two=False
-            ),
-            "served_as": "FP8 blocks with FP32 scales",
-        },
-    },
 )

@@ -125,22 +125,12 @@ class Precision:
     in_graphs: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
-    # Map an option to the fields that it changes, with their new values. The change applies unless
-    # the option is false or null.
-    changed_by: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # The settings of a run, see `with_options`. None in the definition of a precision.
     settings: OptionValues = None
 
     def with_options(self, settings: OptionValues) -> Self:
-        """Return the precision with `settings`, which must be resolved for this precision.
-
-        Other fields are changed as `changed_by` requires for the options.
-        """
-        fields: dict[str, Any] = {}
-        for option, changes in self.changed_by.items():
-            if getattr(settings, option):
-                fields |= changes
-        return replace(self, settings=settings, **fields)
+        """Return the precision with `settings`, which must be resolved for this precision."""
+        return replace(self, settings=settings)
 
     @property
     def number_bytes(self) -> int:

@@ -140,9 +140,7 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
 
-def quantize_fp8(
-    x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool = True
-) -> BlockQuantized:
+def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuantized:
     """Quantize x [rows, columns] to FP8 with one scale per block.
 
     A block has 1 row and 128 columns, or 128 rows and 128 columns if `two_dimensional`. x has any
@@ -151,15 +149,15 @@ def quantize_fp8(
 
     This is Transformer Engine's block scaling. DeepSeek-V3 was trained with the same blocks
     (arXiv:2412.19437, section 3.3). The values of a block are multiplied by a factor that maps the
-    amax of the block to the maximum of `grid`. With `power_of_two`, the factor is rounded down to a
-    power of two. If a tiny amax would make the factor overflow, the factor is the largest value of
-    x's dtype (compute_scale_from_types in TE's common/recipe/recipe_common.cuh). The block scale of
-    the result is the reciprocal of the factor.
+    amax of the block to the maximum of `grid`, and that is rounded down to a power of two. If a
+    tiny amax would make the factor overflow, the factor is the largest value of x's dtype
+    (compute_scale_from_types in TE's common/recipe/recipe_common.cuh). The block scale of the
+    result is the reciprocal of the factor.
     """
     blocks = Blocks.of(x, FP8_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     amax, overflow = absolute_maximum(split, blocks.within, keepdim=True), torch.finfo(x.dtype).max
-    scale = scale_from_amax(amax, grid.maximum, power_of_two=power_of_two, overflow=overflow)
+    scale = scale_from_amax(amax, grid.maximum, power_of_two=True, overflow=overflow)
     return blocks.quantized(split.float() * scale, decode_scale(scale), grid)
 
 

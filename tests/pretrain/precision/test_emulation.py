@@ -56,7 +56,7 @@ def run(
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
-def fp8(recipe: str, format: Any, two_dimensional: bool = False, power_of_two: bool = True) -> Any:
+def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
     """Return a function that quantizes and dequantizes x along its last dimension.
 
     It supports the recipes with the same quantization for all operands.
@@ -67,7 +67,7 @@ def fp8(recipe: str, format: Any, two_dimensional: bool = False, power_of_two: b
         return lambda x: tensor.quantize_by_amax(x, None, format).dequantize()
     if recipe == "block":
         return lambda x: blocks.quantize_fp8(
-            x, format, two_dimensional=two_dimensional, power_of_two=power_of_two
+            x, format, two_dimensional=two_dimensional
         ).dequantize()
     return lambda x: blocks.quantize_mx(x, format).dequantize()
 
@@ -91,10 +91,6 @@ CASES = {
     "delayed E4M3": ({"fp8_format": "E4M3"}, [fp8("delayed", E4M3)] * 6),
     "current": ({}, [fp8("current", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
     "block": ({}, [fp8("block", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)]),
-    "block FP32": (
-        {"use_f32_scales": True},
-        [fp8("block", E4M3, bool(square), power_of_two=False) for square in (0, 1, 0, 1, 0, 0)],
-    ),
     "mxfp8": ({}, [fp8("mxfp8", E4M3)] * 6),
     "mxfp8 hybrid": (
         {"fp8_format": "HYBRID"},

@@ -122,7 +122,6 @@ VALUES = {
     "amax_compute_algo": ["max", "most_recent"],
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
-    "use_f32_scales": [False, True],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
@@ -196,21 +195,6 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
         name,
         "emulation",
     ) and "needs a GPU" in emulated.notice
-
-
-def test_fp32_scales_of_blocks_need_hopper_or_emulation() -> None:
-    active = select("block", gpu(H200), use_f32_scales=True)
-    assert (active.engine, active.precision.scales.kind) == ("transformer_engine", "FP32")
-    assert select("block", gpu(B200)).precision.scales.kind == "power of two"
-    with pytest.raises(
-        InputError,
-        match=r"`precision: block` needs .* below 10\.0 .*use_f32_scales: false.*"
-        r"here: fp32, bf16, delayed, current, mxfp8, nvfp4$",
-    ):
-        select("block", gpu(B200), use_f32_scales=True)
-    emulated = select("block", gpu(B200), use_f32_scales=True, on_unsupported="emulate")
-    assert emulated.precision.name == "block"
-    assert (emulated.engine, emulated.precision.scales.kind) == ("emulation", "FP32")
 
 
 def test_the_error_names_remedies_and_supported_precisions() -> None:

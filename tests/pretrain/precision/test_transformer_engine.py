@@ -125,11 +125,6 @@ def test_every_variable_that_changes_codes_or_scales_is_refused(
             {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False},
         ),
         (
-            "block",
-            {"use_f32_scales": True},
-            {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION} | {"use_f32_scales": True},
-        ),
-        (
             "mxfp8",
             {"fp8_format": "HYBRID"},
             {"fp8_format.name": "HYBRID", "enable_2d_quantization": False},

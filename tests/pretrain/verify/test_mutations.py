@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
-from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
-from tests.pretrain.conftest import active_in
-from tests.pretrain.verify.faults import Fault, in_quantizers
 from tests.pretrain.verify.mutations import (
     FAULTS,
     MARKS,
@@ -104,48 +101,6 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
 
 
 @pytest.mark.parametrize(
-    "what",
-    [
-        "values are truncated, not rounded",
-        "codes have one mantissa bit too many",
-        "a block is decoded with its neighbour's scale",
-        "one scale per tensor instead of one per block",
-        "values are rounded down by a quarter of a quantum",
-        "a block's scale is computed from half of its values",
-        "a block's scale is half as large as needed",
-    ],
-)
-def test_a_fault_is_caught_with_fp32_scales_of_blocks(what: str, accelerator: Accelerator) -> None:
-    run = build_run(accelerator, "block", layers=1, use_f32_scales=True)
-    assert BY_NAME[what].applies(run)
-    assert named(caught_by(run, BY_NAME[what])) == "parity"
-
-
-def test_fp32_scales_of_blocks_pass_the_checks(accelerator: Accelerator) -> None:
-    run = build_run(accelerator, "block", layers=1, use_f32_scales=True, scope="linear+head")
-    assert caught_by(run) == ()
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_scales_of_blocks_of_the_other_kind_are_caught(
-    asked: bool, accelerator: Accelerator
-) -> None:
-    run = build_run(accelerator, "block", layers=1, use_f32_scales=asked)
-    other = active_in("block", use_f32_scales=not asked).precision
-    fault = Fault(
-        "the scales are of the other kind",
-        in_quantizers(
-            lambda _, patch: patch.setattr(
-                QuantizedPrecision, "along_features", lambda _, *given: quantizer(other, *given)
-            )
-        ),
-        lambda run: True,
-    )
-    quantizer = QuantizedPrecision.along_features
-    assert named(caught_by(run, fault)) == "parity"
-
-
-@pytest.mark.parametrize(
     ("precision", "kind", "options"),
     [
         ("nvfp4", "llama", {}),
@@ -155,7 +110,6 @@ def test_scales_of_blocks_of_the_other_kind_are_caught(
         ("block", "gpt2", {}),
         ("delayed", "gemma", {}),
         ("current", "gpt2", {}),
-        ("block", "llama", {"use_f32_scales": True}),
         ("mxfp8", "qwen3_moe", {}),
     ],
 )

@@ -19,7 +19,6 @@ from tests.pretrain.conftest import active_in, call_of
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
-    ("block", {"use_f32_scales": True}),
     ("nvfp4", {"disable_rht": True}),
 ]
 

@@ -19,12 +19,9 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized, blocks
 from tests.pretrain.precision.quantizers.test_rounding import NUMPY
 
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])
-by_scale = pytest.mark.parametrize("power_of_two", [True, False], ids=["power of two", "FP32"])
 
 
-def slice_by_slice(
-    x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool
-) -> tuple[Tensor, Tensor]:
+def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> tuple[Tensor, Tensor]:
     """Return codes and decode scales, FP32 of x's shape."""
     values = x.float().numpy()
     scaled = np.empty_like(values)
@@ -35,8 +32,7 @@ def slice_by_slice(
             for column in range(0, values.shape[1], 128):
                 region = np.s_[row : row + height, column : column + 128]
                 scale = scale_of(values[region], grid.maximum, torch.finfo(x.dtype).max)
-                if power_of_two:
-                    scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
+                scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
                 scaled[region] = values[region] * scale
                 decode[region] = np.float32(1) / scale
     codes = np.clip(scaled, -grid.maximum, grid.maximum).astype(NUMPY[grid.name]).astype(np.float32)
@@ -75,11 +71,10 @@ def many_values(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
 
 
 @by_layout
-@by_scale
 def test_two_million_values_equal_the_loop_over_slices(
-    two_dimensional: bool, power_of_two: bool, many_values: Tensor, assert_same_bits: Callable
+    two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
-    options = {"two_dimensional": two_dimensional, "power_of_two": power_of_two}
+    options = {"two_dimensional": two_dimensional}
     assert_slice_by_slice(
         blocks.quantize_fp8(many_values, E4M3, **options), many_values, assert_same_bits, **options
     )
@@ -93,7 +88,6 @@ def test_two_million_values_equal_the_loop_over_slices(
     st.sampled_from([E4M3, E5M2]),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 def test_any_shape_dtype_and_stride_equals_the_loop_over_slices(
     assert_same_bits: Callable,
@@ -103,22 +97,19 @@ def test_any_shape_dtype_and_stride_equals_the_loop_over_slices(
     grid: Grid,
     transposed: bool,
     two_dimensional: bool,
-    power_of_two: bool,
 ):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(
         8 * torch.randn(shape[0], 1, generator=generator)
     )
     x = (x.t() if transposed else x).to(dtype)
-    options = {"two_dimensional": two_dimensional, "power_of_two": power_of_two}
+    options = {"two_dimensional": two_dimensional}
     assert_slice_by_slice(blocks.quantize_fp8(x, grid, **options), x, assert_same_bits, **options)
 
 
 @by_layout
-@by_scale
 def test_a_block_equals_transformer_engines_reference_of_current_scaling(
     two_dimensional: bool,
-    power_of_two: bool,
     finite_bf16: Tensor,
     te_reference: Callable,
     assert_same_bits: Callable,
@@ -128,13 +119,11 @@ def test_a_block_equals_transformer_engines_reference_of_current_scaling(
     Its reference of current scaling quantizes each block as a tensor of its own.
     """
     reference = te_reference("reference_current_scaling").CurrentScalingQuantizerRef(
-        torch.float8_e4m3fn, pow_2_scales=power_of_two
+        torch.float8_e4m3fn, pow_2_scales=True
     )
     x = finite_bf16[-256:]
     height = 128 if two_dimensional else 1
-    quantized = blocks.quantize_fp8(
-        x, E4M3, two_dimensional=two_dimensional, power_of_two=power_of_two
-    )
+    quantized = blocks.quantize_fp8(x, E4M3, two_dimensional=two_dimensional)
     for row in range(0, 256, height):
         for column in range(0, 1024, 128):
             region = np.s_[row : row + height, column : column + 128]
