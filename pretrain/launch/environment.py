@@ -13,9 +13,8 @@ Accelerate's default, it is not known whether the user has set the key. If the p
 option with the name of the key, the value is used, no matter who has set it. If the precision has
 no such option, Accelerate's default is ignored, and any other value is an error.
 
-There are two special rules for the key `fp8_format` if it has Accelerate's default. If
-`use_mxfp8_block_scaling: true` is set, the format is ignored. If `use_mxfp8_block_scaling` is not
-set, and the precision has another default format, the format is an error.
+There is a special rule for the key `fp8_format`: if it has Accelerate's default, and the precision
+has another default format, the format is an error.
 
 **Topology.** The topology is the number of processes, and how they divide the model. `accelerate
 config` writes some topology settings that this project does not support or that repeat settings of
@@ -26,8 +25,6 @@ corrected, and a notice is printed. Any other such setting is an error.
 from __future__ import annotations
 
 import ast
-import logging
-import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -48,7 +45,6 @@ from pretrain.settings.recipe import Recipe
 _ORIGIN = "Accelerate configuration"
 # Values of environment variables that Accelerate interprets as true, in lower case.
 _TRUE = ("true", "1", "yes", "y", "t", "on")
-_log = logging.getLogger(__name__)
 
 
 # ── Precision ─────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +231,13 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
             )
     for switch, precision_name in ACCELERATE_SWITCHES.items():
         if str(values.pop(switch, False)).lower() in _TRUE:
-            _apply_switch(values, switch, precision_name)
+            # The switch has the effect of `recipe`.
+            recipe = values.setdefault("recipe", precision_name)
+            if recipe != precision_name:
+                raise InputError(
+                    f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {recipe}` contradict "
+                    "each other; remove one of them"
+                )
     config = parse(_PrecisionSection, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
@@ -250,27 +252,6 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     settings = LowPrecisionSettings.model_validate(values)
     _check_options(settings, [precision], "recipe", f"{_ORIGIN}: ")
     return precision, settings
-
-
-def _apply_switch(values: dict[str, Any], switch: str, precision_name: str) -> None:
-    """Set `recipe` in an `fp8_config` whose key `switch` selects the precision `precision_name`."""
-    recipe = values.setdefault("recipe", precision_name)
-    if recipe != precision_name:
-        raise InputError(
-            f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {recipe}` "
-            "contradict each other; remove one of them"
-        )
-    # Accelerate inserts this format if the file has none, so ignore it.
-    if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
-        del values["fp8_format"]
-        if os.environ.get("RANK", "0") == "0":
-            _log.warning(
-                "%s: `fp8_config.%s` computes in `fp8_format: %s`; to use another format, set "
-                "`fp8_config.fp8_format=FORMAT` on the command line",
-                _ORIGIN,
-                switch,
-                PRECISIONS[precision_name].options["fp8_format"],
-            )
 
 
 def _normalize(variables: dict[str, str]) -> dict[str, Any]:

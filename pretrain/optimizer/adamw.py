@@ -172,13 +172,11 @@ class ExactAdamW(torch.optim.Optimizer):
         parameters = parameters_of(self)
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            saved_kinds = _kinds(saved)
-            kinds = _kinds(state)
-            if saved_kinds != kinds:
+            if _kinds(saved) != _kinds(state):
                 raise InputError(
-                    f"the saved state of the optimizer has {saved_kinds}, but this optimizer needs "
-                    f"{kinds}; create it with the same options, for weights of the same dtype and "
-                    "shape"
+                    f"the saved state of the optimizer has {_kinds(saved)}, but this optimizer "
+                    f"needs {_kinds(state)}; create it with the same options, for weights of the "
+                    "same dtype and shape"
                 )
             for key, tensor in state.items():
                 tensor.copy_(saved[key])

@@ -188,16 +188,11 @@ def test_accelerates_switch_for_mxfp8_is_accepted(environment: Any) -> None:
         assert resolve(environment(use_mxfp8_block_scaling=off))[0] == "delayed"
 
 
-def test_accelerates_switch_for_mxfp8_needs_no_fp8_format(
-    environment: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fp8_config", [{"recipe": "mxfp8"}, {"use_mxfp8_block_scaling": True}])
+def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(
+    fp8_config: dict, environment: Any
 ) -> None:
-    precision, fp8_config = resolve(environment(backend="TE", use_mxfp8_block_scaling=True))
-    assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
-    assert caplog.text.count("`fp8_format: E4M3`") == 1
 
-
-def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(environment: Any) -> None:
-    fp8_config = {"recipe": "mxfp8"}
     with pytest.raises(InputError, match=r"may be Accelerate's default .* set `fp8_format: E4M3`"):
         resolve(environment(**fp8_config))
     for number_format in ("HYBRID", "E4M3"):
