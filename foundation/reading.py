@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -75,11 +74,7 @@ def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
-        files = {file.name: file for file in path.parent.glob("recipes/*.y*ml")}
-        files |= {file.name: file for file in path.parent.glob("*.y*ml")}
-        similar = difflib.get_close_matches(path.name, files, n=1)
-        meant = f"; did you mean {files[similar[0]]}?" if similar else ""
-        raise InputError(f"{path}: no such file{meant}")
+        raise InputError(f"{path}: no such file")
     with as_input_error(
         (OSError, ValueError, TypeError, yaml.YAMLError),
         f"{path}: cannot be read as YAML",

@@ -68,8 +68,8 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _MESSAGE_KEYS = {"role", "content", "weight"}
 # Keys by which other programs exclude an answer from the loss.
 _OTHER_WEIGHTS = ("train", "training", "loss")
-# Names of the key with the reasoning of an answer, in the order of precedence. Templates get the
-# reasoning under the first two names too. transformers does the same since version 5.23.
+# Names of the key with the reasoning of an answer. transformers gives templates the reasoning under
+# the first two names too.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MESSAGES = "messages, each with a `role` and a `content`"
 _TOOLS = 'objects, each with the schema of a function: {"type": "function", "function": {...}}'
@@ -224,7 +224,7 @@ class ChatColumns(Records):
         if not trained:
             return None
         tools = self._tools(record)
-        chat = self._with_arguments([_with_reasoning(message) for message in chat], tools)
+        chat = self._with_arguments(chat, tools)
         text, passages = self._render(chat, tools)
         self._check_prompts(chat, text, tools)
         trained = [number for number in trained if self._is_written(chat, number, text, tools)]
@@ -570,14 +570,6 @@ def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:
 def _words(message: dict[str, Any]) -> str:
     """Return the content of a message without blanks at its ends."""
     return (message.get("content") or "").strip()
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under the names that templates use."""
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning} | message | {"reasoning_content": reasoning}
 
 
 def _change_arguments(value: Any, change: Callable[[Any], Any]) -> Any:

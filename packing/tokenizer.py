@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from foundation.errors import InputError, as_input_error, one_line
+from foundation.errors import InputError, as_input_error
 from foundation.files import new_folder
 from foundation.reading import load_object
 from packing.settings import HUB_NAME, split_revision
@@ -27,6 +27,8 @@ _CONVERT = (
     "if there are vocab.json, merges.txt or a .model file instead, write tokenizer.json with "
     "transformers' `AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
 )
+# Files of a tokenizer in a hub repository.
+_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*"]
 # Usual names of special tokens, for a tokenizer whose files do not name the token.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
@@ -154,40 +156,38 @@ def _names_of(tokenizer: str, role: str) -> Sequence[str]:
 
 
 def find_file(tokenizer: str, name: str) -> Path | None:
-    """Return the local path of the file `name` of a tokenizer.
+    """Return the local path of the file `name` of a tokenizer, or None if it has no such file.
 
-    `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
-    of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
-    the tokenizer has no such file. If the hub cannot be reached and the file is not in the cache,
-    raises InputError for tokenizer.json and tokenizer_config.json, because token ids must not
-    depend on the network, and returns None for any other file.
+    `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. Raises
+    InputError if it does not exist.
     """
     path = Path(tokenizer)
     if path.exists():
-        file = (path if path.is_dir() else path.parent) / name
-        return file if file.is_file() else None
-    repository, revision = split_revision(tokenizer)
-    if not HUB_NAME.fullmatch(repository):
+        folder = path if path.is_dir() else path.parent
+    elif HUB_NAME.fullmatch(split_revision(tokenizer)[0]):
+        folder = _download(tokenizer)
+    else:
         raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {_CHOOSE}")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-    )
+    file = folder / name
+    return file if file.is_file() else None
 
-    try:
-        return Path(hf_hub_download(repository, name, revision=revision))
-    except (OSError, HFValidationError) as error:
-        # Most repositories lack the other files, and without a network the cache does not show
-        # whether a repository has one. So a file that is not in the cache is treated as absent.
-        absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError)
-        if isinstance(error, RemoteEntryNotFoundError if name.startswith("tokenizer") else absent):
-            return None
-        raise InputError(
-            f"data.tokenizer: {path.absolute()} does not exist, and {name} of {repository} cannot "
-            f"be loaded from the hub: {one_line(error).rstrip('. ')}; {_CHOOSE}"
-        ) from None
+
+@lru_cache(maxsize=2)
+def _download(name: str) -> Path:
+    """Download the tokenizer of a hub repository (`name@revision`), and return its folder.
+
+    Without a network, return the folder of an earlier download.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository, revision = split_revision(name)
+    with as_input_error(
+        (OSError, ValueError),
+        f"data.tokenizer: {Path(name).absolute()} does not exist, and {repository} cannot be "
+        "loaded from the hub",
+        _CHOOSE,
+    ):
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_FILES))
 
 
 def _without_null_fields(value: dict[str, Any]) -> dict[str, Any]:

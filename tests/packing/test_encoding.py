@@ -197,7 +197,7 @@ def read(tokenizer: Tokenizer, record: dict[str, str], **more: Any) -> np.ndarra
     short = {name: "x" for name in record}
     lines = f"{json.dumps(short)}\n{json.dumps(record)}\n".encode()
     chunk = Chunk("jsonl", "x.jsonl:", 1, lines, {})
-    result = tokenize(chunk, text_tokenizer, records_of(chosen, text_tokenizer), chosen)
+    result = tokenize(chunk, text_tokenizer, records_of(chosen, text_tokenizer))
     return result.tokens[result.lengths[0] :]
 
 

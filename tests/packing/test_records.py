@@ -88,7 +88,6 @@ def tokenized(
         Chunk("jsonl", "x.jsonl:", 1, lines, {}),
         text_tokenizer,
         records_of(settings, text_tokenizer),
-        settings,
     )
     documents = np.split(result.tokens, np.cumsum(result.lengths)[:-1])
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from foundation.errors import InputError
 from packing.tokenizer import (
     END_OF_TEXT,
+    find_file,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
@@ -162,3 +164,21 @@ def test_a_full_disk_leaves_no_partial_tokenizer(
     with pytest.raises(InputError, match=r"new: the tokenizer cannot be written: .*No space left"):
         save_tokenizer(tokenizer, tmp_path / "new")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_downloaded_tokenizer_of_the_hub_is_used_without_a_network(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--somebody--tokens"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    shutil.copytree(tokenizer_file.parent, snapshot)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    expected = load_tokenizer(str(tokenizer_file)).fingerprint
+    for name in ("somebody/tokens", "somebody/tokens@main", f"somebody/tokens@{'0' * 40}"):
+        assert load_tokenizer(name).fingerprint == expected
+    assert find_file("somebody/tokens", "chat_template.jinja") is None
+    with pytest.raises(InputError, match=r"nobody/tokens cannot be loaded from the hub: .*; set"):
+        load_tokenizer("nobody/tokens")
