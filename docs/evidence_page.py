@@ -1,7 +1,6 @@
-"""Write the table and the picture of docs/evidence.md: `make docs`.
+"""Compute the table of docs/evidence.md from the files in benchmarks/results/loss/.
 
-Both have the rows of `measured_rows`, which are computed from the files in
-benchmarks/results/loss/. To add a study, add its file to STUDIES.
+To add a study, add its file to STUDIES. `docs.charts.evidence` draws the same rows.
 
 A loss has two intervals over seeds, as in `which`. The wider one decides whether a difference is
 shown, and the narrower one whether the loss is equivalent
@@ -24,10 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from benchmarks.machine import with_tables
 from foundation.units import markdown
 from lab.compare.differences import (
     BEYOND_MARGIN,
@@ -50,16 +46,14 @@ from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "evidence.md"
-PICTURE = DOCS / "evidence.png"
 LOSSES = DOCS.parent / "benchmarks/results/loss"
 # Verdict of a comparison that the design did not test.
 ESTIMATE = "estimate"
 # Names of the precisions in the table and in the picture.
 LABELS = {
-    "delayed": "FP8 delayed",
+    "delayed": "FP8 delayed scaling",
     "delayed+head": "FP8 delayed, head too",
-    "current": "FP8 current",
+    "current": "FP8 current scaling",
     "block": "FP8 blocks",
     "mxfp8": "MXFP8, emulated",
     "nvfp4": "NVFP4, emulated",
@@ -83,18 +77,6 @@ CELLS = {
 }
 # The precisions that the design of the evidence tests. Other cells are estimates.
 TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
-# Colors of the verdicts in the picture.
-COLORS = {
-    EQUIVALENT: "#0072B2",
-    WORSE + WITHIN_MARGIN: "#56B4E9",
-    WORSE: "#E69F00",
-    WORSE + BEYOND_MARGIN: "#D55E00",
-    CANNOT_TELL: "#777777",
-    ESTIMATE: "#BBBBBB",
-}
-# Ends of the axes of the picture, in percent. Larger losses are written as numbers.
-LOWEST, HIGHEST = -0.8, 1.0
-
 
 @dataclass(frozen=True)
 class Study:
@@ -128,7 +110,6 @@ STUDIES = (
         more_seeds="h100_which_qwen3_0_6b.json",
     ),
     Study("OLMoE 63M", "code", "which.json#mixture", ("delayed", "current", "block")),
-    Study("OLMoE 63M", "other code", "which.json#mixture_with_mxfp8", ("mxfp8",)),
 )
 
 
@@ -146,7 +127,7 @@ class Cost:
 
     def __str__(self) -> str:
         """Return the mean and its wider interval: "+0.07 ± 0.25"."""
-        return f"{self.mean:+.2f} ± {self.half_width:.2f}"
+        return f"{self.mean:+.2f} ± {self.half_width:.2f}".replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -168,18 +149,19 @@ class Row:
 
     @property
     def heading(self) -> str:
-        """Return the model, its training and its dataset."""
+        """Return the model, the dataset and the tokens per parameter."""
         tokens = f"{self.tokens_per_parameter:.2g} tokens per parameter"
-        return f"{self.study.model}, {tokens}, {self.study.data}"
+        return f"{self.study.model}, {self.study.data}, {tokens}"
 
 
-def measured_rows() -> list[Row]:
+@cache
+def measured_rows() -> tuple[Row, ...]:
     """Return the rows of all studies, computed from their result files."""
-    return [
+    return tuple(
         row
         for study in STUDIES
         for row in (rows_of_cells if study.file.endswith(".jsonl") else rows_of_which)(study)
-    ]
+    )
 
 
 def rows_of_cells(study: Study) -> Iterator[Row]:
@@ -308,109 +290,23 @@ def t_quantile(freedom: int, error: float) -> float:
     return float(np.interp((1 - error) * areas[-1], areas, values))
 
 
-def evidence_table(rows: Sequence[Row]) -> str:
+def table() -> str:
     """Return the table of docs/evidence.md."""
-    header = [
-        "model",
-        "dataset",
-        "tokens per parameter",
-        "precision",
-        "seeds",
-        "served in BF16",
-        "verdict",
-        "training loss",
-        "its verdict",
-    ]
-    cells = [
-        [
-            row.study.model,
-            row.study.data,
-            f"{row.tokens_per_parameter:.2g}",
-            LABELS[row.precision],
-            str(row.seeds),
-            f"{row.served} %".replace("-", "−"),
-            row.served.verdict,
-            f"{row.training} %".replace("-", "−"),
-            row.training.verdict,
+    header = ["", "seeds", "held-out loss", "verdict", "training loss", "verdict"]
+    rows = measured_rows()
+    cells = []
+    for heading in dict.fromkeys(row.heading for row in rows):
+        cells.append([f"**{heading}**", "", "", "", "", ""])
+        cells += [
+            [
+                LABELS[row.precision],
+                str(row.seeds),
+                str(row.served),
+                row.served.verdict,
+                str(row.training),
+                row.training.verdict,
+            ]
+            for row in rows
+            if row.heading == heading
         ]
-        for row in rows
-    ]
-    return markdown(header, cells, names=4)
-
-
-def description(rows: Sequence[Row]) -> str:
-    """Return the figures of the picture, which are stored in its file."""
-    return "\n".join(f"{row.heading}: {row.precision} {row.served} {row.training}" for row in rows)
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Return the picture: one panel with held-out losses, one with training losses."""
-    headings = list(dict.fromkeys(row.heading for row in rows))
-    lines = [
-        (heading, row)
-        for heading in headings
-        for row in [None, *(row for row in rows if row.heading == heading)]
-    ]
-    figure = Figure(figsize=(6, 0.23 * len(lines) + 2.2), dpi=200, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.set_title("held-out loss", fontsize=11)
-    right.set_title("training loss", fontsize=11)
-    for panel in (left, right):
-        panel.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
-        panel.axvline(0, color="#888888", linewidth=0.8)
-        panel.set_xlim(LOWEST, HIGHEST)
-        panel.tick_params(axis="y", length=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-        panel.set_xticks([-0.5, 0, 0.5])
-        panel.set_xlabel("% above BF16")
-    for place, (heading, row) in enumerate(lines):
-        if row is None:
-            text = right.annotate(
-                heading,
-                (0.01, place + 0.1),
-                xycoords=("figure fraction", "data"),
-                va="center",
-                weight="bold",
-                annotation_clip=False,
-            )
-            text.set_in_layout(False)  # A heading covers both panels.
-        else:
-            draw_cost(left, place, row.served)
-            draw_cost(right, place, row.training)
-    labels = ["" if row is None else LABELS[row.precision] for _, row in lines]
-    left.set_yticks(range(len(lines)), labels)
-    left.set_ylim(len(lines) - 0.4, -0.6)  # the first row is at the top
-    handles = [left.plot([], [], "o-", color=color)[0] for color in COLORS.values()]
-    figure.legend(
-        handles,
-        list(COLORS),
-        title=(
-            f"Grey: the margin of ± {100 * MARGIN:g} %.\n"
-            "Equivalent: the thick line lies within it, and the thin line includes zero.\n"
-            "Worse: the thin line lies above zero."
-        ),
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-    )
-    return figure
-
-
-def draw_cost(panel: Axes, place: float, cost: Cost) -> None:
-    """Draw the mean and both intervals, or the mean as a number if it is outside of the axes."""
-    color = COLORS[cost.verdict]
-    if cost.mean > HIGHEST:
-        panel.annotate(f"{cost.mean:+.1f} % ▸", (HIGHEST, place), ha="right", va="center")
-        return
-    panel.plot(cost.mean, place, "o", color=color, markersize=5)
-    for half, width in ((cost.half_width, 1.2), (cost.narrow, 3.5)):
-        panel.plot(
-            [cost.mean - half, cost.mean + half], [place, place], color=color, linewidth=width
-        )
-
-
-if __name__ == "__main__":
-    measured = measured_rows()
-    table = evidence_table(measured)
-    PAGE.write_text(with_tables(PAGE, "evidence", table), encoding="utf-8")
-    draw(measured).savefig(PICTURE, metadata={"Description": description(measured)})
+    return markdown(header, cells)
