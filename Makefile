@@ -25,7 +25,7 @@ help:
 	@echo "make types    check the type hints with mypy"
 	@echo "make site     build the site of the docs in site/; links that lead nowhere are errors"
 	@echo "make check    run lint, types, site and test, as continuous integration does"
-	@echo "make docs     write docs/settings.md and recipes/schema.json from the settings classes, docs/recipes.md from the recipes, the table of docs/quick_start.md from the cards, and the table and picture of docs/evidence.md from the result files"
+	@echo "make docs     write the generated pages, tables and pictures of the documentation, and recipes/schema.json"
 	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo
 	@echo ".venv uses python3. To use another Python (3.11 or newer): make PYTHON=python3.12 ..."
@@ -59,17 +59,10 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# docs/settings.md lists every key, with the documentation in the settings classes. recipes/schema.json
-# has the same documentation for editors. docs/recipes.md lists the recipes, and docs/quick_start.md the
-# GPUs with their precisions and predicted speeds. docs/evidence.md has a table and a picture of the
-# measured losses, and docs/muon.md has one of losses under Muon.
-docs: $(VENV)/.installed
-	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
-	$(RUN) -m docs.recipe_schema > recipes/.schema.json && mv recipes/.schema.json recipes/schema.json
-	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
-	$(RUN) -m docs.gpus_page
-	$(RUN) -m docs.evidence_page
-	$(RUN) -m docs.studies_page
+# docs/generate.py lists what is generated: from the settings classes, the recipes, the cards and the
+# files in benchmarks/results/.
+docs: $(VENV)/.installed-dev
+	$(RUN) -m docs.generate
 
 site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -71,9 +71,7 @@ def speed() -> Figure:
         axes.barh(
             place, value, 0.86, color=color, hatch="////" if is_busy else None, edgecolor="white"
         )
-        axes.annotate(
-            f"{value:,}", (value, place), (3, 0), textcoords="offset points", va="center"
-        )
+        axes.annotate(f"{value:,}", (value, place), (3, 0), textcoords="offset points", va="center")
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -168,9 +166,7 @@ def evidence() -> Figure:
     height = 0.205 * len(lines) + 1.95
     figure = Figure(figsize=(WIDTH, height))
     bottom, top = 1.55 / height, 1 - 0.3 / height
-    left, right = (
-        figure.add_axes((begin, bottom, 0.32, top - bottom)) for begin in (0.335, 0.665)
-    )
+    left, right = (figure.add_axes((begin, bottom, 0.32, top - bottom)) for begin in (0.335, 0.665))
     for panel, title in ((left, "held-out loss"), (right, "training loss")):
         panel.set_title(title, fontsize=10)
         panel.axvspan(-PERCENT, PERCENT, color="#EAF3E3")
@@ -206,8 +202,8 @@ def evidence() -> Figure:
         ncols=2,
         frameon=False,
         title=(
-            f"Green: the margin of ± {PERCENT:g} %. Thin: interval for \"worse\".\n"
-            "Thick: interval for \"equivalent\" and \"within the margin\"."
+            f'Green: the margin of ± {PERCENT:g} %. Thin: interval for "worse".\n'
+            'Thick: interval for "equivalent" and "within the margin".'
         ),
     )
     return figure

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from docs.drawing import FAINT, INK, WIDTH, canvas
+from docs.drawing import FAINT, INK, canvas
 from pretrain.optimizer.exact_weights import join, split
 
 WEIGHT, REMAINDER, LOST = "#0072B2", "#A9D3EF", "#D55E00"
@@ -88,9 +88,7 @@ def packing() -> Figure:
             tokens.append((letter, place, color, "end" if is_last else f"{letter}{place + 1}"))
     # A label is the next token. No token has the first token of another document as its label.
     names = [name for *_, name in tokens]
-    labels = [
-        following[3] if following[1] else "–" for following in tokens[1:]
-    ] + ["c5"]
+    labels = [following[3] if following[1] else "–" for following in tokens[1:]] + ["c5"]
     lines = (
         ("tokens", names),
         ("positions", [str(place) for _, place, *_ in tokens]),
@@ -104,7 +102,12 @@ def packing() -> Figure:
             ink = "white" if line == 0 else INK
             draw_cell(axes, left + column * cell, y, cell, 18, color)
             axes.text(
-                left + (column + 0.5) * cell, y + 8.5, text, ha="center", va="center", color=ink,
+                left + (column + 0.5) * cell,
+                y + 8.5,
+                text,
+                ha="center",
+                va="center",
+                color=ink,
                 fontsize=8.5,
             )
     bottom = top - 3 * 21 - 18
@@ -131,7 +134,10 @@ QUESTIONS = (
     ("Has the model at least\n0.1 billion parameters?", "bf16: FP8\nis not faster"),
     ("Is the model dense?", "ask which:\nexperts gain\nless speed"),
     ("May the training loss\nrise by 0.2 to 0.4 %?", "bf16"),
-    ("Has the table a similar model\nand a similar training?", "ask which:\nthe loss\nis not known"),
+    (
+        "Has the table a similar model\nand a similar training?",
+        "ask which:\nthe loss\nis not known",
+    ),
 )
 
 

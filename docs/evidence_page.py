@@ -16,7 +16,7 @@ import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,13 +26,8 @@ import numpy as np
 
 from foundation.units import markdown
 from lab.compare.differences import (
-    BEYOND_MARGIN,
-    CANNOT_TELL,
     CONFIDENCE,
-    EQUIVALENT,
     MARGIN,
-    WITHIN_MARGIN,
-    WORSE,
     LossDifference,
     error_of,
     verdict_from,
@@ -77,6 +72,7 @@ CELLS = {
 }
 # The precisions that the design of the evidence tests. Other cells are estimates.
 TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
+
 
 @dataclass(frozen=True)
 class Study:
@@ -150,7 +146,7 @@ class Row:
     @property
     def heading(self) -> str:
         """Return the model, the dataset and the tokens per parameter."""
-        tokens = f"{self.tokens_per_parameter:.2g} tokens per parameter"
+        tokens = f"{self.tokens_per_parameter:.2g} tokens/parameter"
         return f"{self.study.model}, {self.study.data}, {tokens}"
 
 
@@ -292,11 +288,11 @@ def t_quantile(freedom: int, error: float) -> float:
 
 def table() -> str:
     """Return the table of docs/evidence.md."""
-    header = ["", "seeds", "held-out loss", "verdict", "training loss", "verdict"]
+    header = ["", "seeds", "held-out loss", "verdict", "training loss"]
     rows = measured_rows()
     cells = []
     for heading in dict.fromkeys(row.heading for row in rows):
-        cells.append([f"**{heading}**", "", "", "", "", ""])
+        cells.append([f"**{heading}**", "", "", "", ""])
         cells += [
             [
                 LABELS[row.precision],
@@ -304,7 +300,6 @@ def table() -> str:
                 str(row.served),
                 row.served.verdict,
                 str(row.training),
-                row.training.verdict,
             ]
             for row in rows
             if row.heading == heading

@@ -35,7 +35,6 @@ def outputs() -> Iterator[tuple[Path, str]]:
     """
     yield DOCS / "settings.md", settings_page.page()
     yield DOCS / "recipes.md", recipes_page.page()
-    yield DOCS / "gpus.md", gpus_page.page()
     schema = json.dumps(recipe_schema.recipe_schema(), indent=1, ensure_ascii=False)
     yield DOCS.parent / recipe_schema.FILE, f"{schema}\n"
     for page, marks, table in tables():
@@ -55,9 +54,9 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     """Yield each page with a generated table, the name of its marks, and the table."""
     studies = DOCS / "studies"
     results = DOCS / "developers/results.md"
+    yield gpus_page.PAGE, "gpus", gpus_page.table()
     yield DOCS / "evidence.md", "evidence", evidence_page.table()
     yield studies / "muon.md", "muon", studies_page.muon()
-    yield studies / "muon.md", "muon-steps", studies_page.muon_steps()
     yield studies / "served.md", "served-in", studies_page.served_in()
     yield studies / "served.md", "last-part", studies_page.last_part()
     yield studies / "statistics.md", "misses", studies_page.misses()

@@ -1,23 +1,18 @@
-"""Write the tables of losses under Muon and of served models into their pages: `make docs`.
+"""Compute the tables of the pages in docs/studies/ from their result files.
 
-docs/muon.md and docs/evidence.md have the tables. Means are over five seeds, with Student's t
-intervals of 95 %.
+Means are over seeds, with Student's t intervals of 95 %.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.machine import with_tables
 from docs.evidence_page import LOSSES, t_quantile
 from foundation.units import markdown
 
-DOCS = Path(__file__).parent
-MUON, SERVED = DOCS / "muon.md", DOCS / "evidence.md"
 SIZES = {"14m": "14 M", "35m": "35 M"}
 MUON_PRECISIONS = {
     "delayed": "FP8, delayed scaling",
@@ -28,7 +23,15 @@ MUON_LOSSES = {
     "held_out_loss": "**held-out loss above BF16, in %**",
     "training_loss": "**training loss of the last 100 steps above BF16, in %**",
 }
-# Rows of the table of served models: a label, and the name of the runs.
+TRAINED_IN = {
+    "bf16": "BF16",
+    "delayed": "FP8, delayed scaling",
+    "block": "FP8, blocks",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+SERVED_IN = {**TRAINED_IN, "nvfp4_1d": "NVFP4 1-D"}
+# Rows of the table of the last part of the training: a label, and the name of the runs.
 LAST_PARTS = {
     "decay over 5 %": "decay-0.05",
     "decay over 50 %": "decay-0.5",
@@ -52,15 +55,15 @@ def read_lines(name: str) -> Lines:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def mean_of_five(values: Sequence[float]) -> str:
-    """Return the mean of the values of five seeds with its interval."""
-    assert len(values) == 5
-    half = t_quantile(4, 0.05) * statistics.stdev(values) / 5**0.5
+def with_interval(values: Sequence[float]) -> str:
+    """Return the mean over seeds with its interval."""
+    seeds = len(values)
+    half = t_quantile(seeds - 1, 0.05) * statistics.stdev(values) / seeds**0.5
     return f"{statistics.mean(values):+.2f} ± {half:.2f}".replace("-", "−")
 
 
-def muon_table() -> str:
-    """Return the table of docs/muon.md."""
+def muon() -> str:
+    """Return the table of losses under Muon and under AdamW."""
     studies = {
         size: [line for line in read_lines(f"h200_muon_{size}") if "run" in line] for size in SIZES
     }
@@ -88,7 +91,7 @@ def muon_table() -> str:
                     for optimizer in ("adamw", "muon")
                 )
                 difference = [more - less for less, more in zip(adamw, muon, strict=True)]
-                cells += map(mean_of_five, (adamw, muon, difference))
+                cells += map(with_interval, (adamw, muon, difference))
             rows.append([label, *cells])
     return markdown(["", *columns], rows)
 
@@ -117,8 +120,29 @@ def costs_in_percent(
     return [by_seed[seed] for seed in sorted(by_seed)]
 
 
-def served_table() -> str:
-    """Return the table of docs/evidence.md about the last part of the training."""
+def served_in() -> str:
+    """Return the table of losses by the precision of the training and that of serving, in %."""
+    losses = {
+        (line["trained"], line["seed"], line["served"]): line["loss"]
+        for line in read_lines("h100_served_14m")[1:]
+        if line["merged"] == [line["steps"]]
+    }
+    rows = []
+    for trained, label in TRAINED_IN.items():
+        seeds = [seed for name, seed, served in losses if (name, served) == (trained, "bf16")]
+        cells = [label, str(len(seeds))]
+        for served in SERVED_IN:
+            percent = [
+                100 * (losses[trained, seed, served] / losses["bf16", seed, "bf16"] - 1)
+                for seed in seeds
+            ]
+            cells.append(with_interval(percent) if any(percent) else "baseline")
+        rows.append(cells)
+    return markdown(["trained in ↓ served in →", "seeds", *SERVED_IN.values()], rows)
+
+
+def last_part() -> str:
+    """Return the table of served losses by the last part of the training, in %."""
     studies = {size: read_lines(f"h200_served_decay_{size}") for size in SIZES}
     small, large = studies["14m"], studies["35m"]
     rows = [["BF16", "baseline", "", "baseline", "baseline", ""]]
@@ -158,17 +182,36 @@ def cost_of_served(lines: Lines, served: str, cell: str) -> str:
     )
     if not losses:
         return ""
-    return mean_of_five([100 * (a / b - 1) for a, b in zip(losses, baseline, strict=True)])
+    return with_interval([100 * (a / b - 1) for a, b in zip(losses, baseline, strict=True)])
 
 
-def pages() -> dict[Path, str]:
-    """Map both pages to their text with current tables."""
-    return {
-        MUON: with_tables(MUON, "muon", muon_table()),
-        SERVED: with_tables(SERVED, "served", served_table()),
-    }
+def misses() -> str:
+    """Return the table of series of seeds whose interval misses the mean."""
+    content = json.loads((LOSSES / "which_miss_rates.json").read_text(encoding="utf-8"))
+    rates = content["intervals"]["the product's"]["error 0.05"]["misses"]
+    rows = [[name, f"{share:.0%}".replace("%", " %")] for name, share in rates.items()]
+    return markdown(["distribution of the differences", "intervals that miss"], rows)
 
 
-if __name__ == "__main__":
-    for page, text in pages().items():
-        page.write_text(text, encoding="utf-8")
+def extra_tokens() -> str:
+    """Return the table of the estimated extra tokens, divided by the true number."""
+    tokens = json.loads((LOSSES / "which_estimates.json").read_text(encoding="utf-8"))["tokens"]
+    rows = [
+        [f"`wsd`, decay of 20 %, {steps} steps", span(tokens["by_steps"][steps].values())]
+        for steps in ("2000", "400", "150")
+    ]
+    for floor in ("0", "0.1", "0.3"):
+        shares = [
+            share
+            for schedule in ("wsd, decay 0.8", "cosine", "linear")
+            for share in tokens["by_floor"][schedule][floor].values()
+        ]
+        removed = f"{floor} nats by the decay"
+        rows.append([f"`cosine`, `linear` or a long decay, {removed}", span(shares)])
+    return markdown(["schedule", "estimate / truth"], rows)
+
+
+def span(values: Iterable[float]) -> str:
+    """Return the smallest and the largest value: "0.97 to 1.04"."""
+    listed = list(values)
+    return f"{min(listed):.2f} to {max(listed):.2f}"

@@ -3,7 +3,7 @@
 The master is the weight that the optimizer updates. With `weights: fp32` or `weights: bf16`, the
 master is the parameter itself. With `weights: bf16_exact`, the master is an FP32 value that is
 stored in two tensors: a BF16 parameter, and 16 remainder bits in the state of the optimizer.
-docs/precision.md compares the three modes.
+docs/evidence.md compares the three modes.
 
 The encoding is the same as in Transformer Engine's `store_param_remainders`. The BF16 weight is the
 master rounded to nearest. The int16 remainder has the low 16 bits of the master:

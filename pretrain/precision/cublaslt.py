@@ -1,12 +1,12 @@
 """Compute matrix products with the fastest algorithm of cublasLt.
 
 For a product, cublasLt's heuristic lists about eight algorithms. Libraries use the first algorithm
-of the list, which is often not the fastest (docs/results.md). This file tries all of them on the
-first product of each kind (`Problem`), measures their times, and uses the fastest one for the
-following products of this kind. Algorithms whose result differs in any bit from the result of the
-first algorithm are discarded, so results never depend on measured times. If a product is added to a
-sum, the trials write to separate memory. Choices are cached on disk, so that the next process on
-the same kind of GPU needs no trials.
+of the list, which is often not the fastest. This file tries all of them on the first product of
+each kind (`Problem`), measures their times, and uses the fastest one for the following products of
+this kind. Algorithms whose result differs in any bit from the result of the first algorithm are
+discarded, so results never depend on measured times. If a product is added to a sum, the trials
+write to separate memory. Choices are cached on disk, so that the next process on the same kind of
+GPU needs no trials.
 
 This file computes products in BF16, in FP8 with one scale per tensor, and in FP8 with scales for
 blocks of 128. For other products, and with `deterministic: true`, `multiply` returns None, and
@@ -22,7 +22,7 @@ In cublasLt, each operand is marked as transposed or not. `a` is stored as [m, k
 transposed, else as [k, m]. `b` is stored as [k, n] if it is transposed, else as [n, k]. Before
 Blackwell, FP8 products require that `a` is transposed and `b` is not. The signatures and constants
 are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are the same in CUDA 12.
-nvmath-python calls cublasLt too, but it does not support blocks of 128 (docs/developers/log.md).
+nvmath-python calls cublasLt too, but it does not support blocks of 128 (docs/studies/log.md).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Each operand is used in two products, which sum along different axes. A block mu
 axis of the sum, because the kernel multiplies by the scale once per block. So an operand with
 blocks is quantized twice, along its features and along its rows, unless its blocks are squares.
 Gradients have a wider range of magnitudes than activations, so they may have E5M2, with more bits
-for the exponent. docs/precision.md has a table of all formats.
+for the exponent. docs/evidence.md has a table of all formats.
 
 In wgrad, dw is added to the attribute `main_grad` of the weight, if the weight has it.
 

@@ -292,7 +292,7 @@ class TransformerEngineGemm(Gemm):
         # Sum in the tensor cores alone (fast accumulation), in backward too. With partial sums in
         # FP32 registers, the kernel runs out of registers for small experts and has a third of the
         # speed. Partial sums in FP32 would avoid an error that is smaller than the error of
-        # rounding the result to BF16 (docs/developers/log.md).
+        # rounding the result to BF16 (docs/studies/log.md).
         with watched(self.members, kind):
             y = torch._scaled_grouped_mm(
                 a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True

@@ -11,7 +11,7 @@ entry at its label, because all other entries are positive and sum to the same m
 rounded to BF16 before they are quantized, as if the gradient had been written in BF16.
 
 In the codes by rows, each row has a scale, so that the entry at the label is exact.
-docs/developers/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
+docs/studies/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
 codes must have one scale for all tokens, because they are an operand of the weight gradient, which
 sums over tokens.
 """

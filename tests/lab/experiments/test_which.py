@@ -94,15 +94,14 @@ def test_half_a_margin_worse_ends_within_the_margin() -> None:
 
 
 def miss_rates() -> tuple[dict[str, float], str]:
-    """Return the recorded rates at a stated 5 %, and their text in statistics.md and the answer."""
+    """Return the recorded rates at a stated 5 %, and their text in the answer."""
     rates = json.loads(MISS_RATES.read_text())["intervals"]["the product's"]["error 0.05"]["misses"]
     text = f"{rates['exponential']:.0%} of exponential and {rates['lognormal']:.0%} of lognormal"
     return rates, text.replace("%", " %")
 
 
-def test_the_recorded_miss_rate_is_reproduced_and_documented() -> None:
-    rates, text = miss_rates()
-    assert text in " ".join((ROOT / "docs/developers/statistics.md").read_text().split())
+def test_the_recorded_miss_rate_is_reproduced() -> None:
+    rates, _ = miss_rates()
     draw = np.random.default_rng(1)
     missed = 0
     for _ in range(500):

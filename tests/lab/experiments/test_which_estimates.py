@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -72,23 +71,3 @@ def test_recorded_shares_of_extra_tokens_are_reproduced() -> None:
     for schedule, overrides in SCHEDULES.items():
         share = share_of_extra_tokens(overrides, 0.28, 0.3, 2000, answers=1)
         assert share == pytest.approx(recorded[schedule]["0.3"]["0.28"], abs=0.08)
-
-
-def test_the_estimates_in_the_docs_are_those_of_the_result_file() -> None:
-    content = json.loads(ESTIMATES.read_text())
-    page = " ".join((ROOT / "docs/developers/statistics.md").read_text().split())
-
-    def span(values: Iterable[float], digits: int) -> str:
-        listed = list(values)
-        return f"{min(listed):.{digits}f} to {max(listed):.{digits}f}"
-
-    tokens = content["tokens"]
-    steps = {number: span(shares.values(), 2) for number, shares in tokens["by_steps"].items()}
-    assert (
-        f"is {steps['2000']} of the true number for 2,000 steps, {steps['400']} for 400 steps and "
-        f"{steps['150']} for 150 steps" in page
-    )
-    early = ("wsd, decay 0.8", "cosine", "linear")
-    for floor, text in (("0", "none"), ("0.1", "0.1 nats"), ("0.3", "0.3 nats")):
-        shares = [share for kind in early for share in tokens["by_floor"][kind][floor].values()]
-        assert f"| {text} | {span(shares, 2)} |" in page
