@@ -33,7 +33,7 @@ SHOWN = (
     *("A100", "L40S", "RTX 4090", "H100", "H200", "GH200", "B200", "B300", "RTX 5090"),
     "RTX PRO 6000 Server",
 )
-# Mean over tokens of the length of a document in the packs of docs/results.md.
+# Mean over tokens of the length of a document in the packs of docs/developers/results.md.
 MEAN_SQUARED = 527.0
 # Columns of the table: a heading, and the precision or the first of several.
 FORMATS = {"`delayed`, `current`": "delayed", "`block`": "block", "`mxfp8`, `nvfp4`": "mxfp8"}
