@@ -3,7 +3,7 @@
 The training loop then finishes its step, saves a checkpoint and exits. The ranks of a training
 receive a signal at different times, and sometimes only one rank receives it. So the training loop
 must combine `StopRequest.requested` of all ranks at every step. Then all ranks stop after the same
-step. docs/clusters.md describes how launchers pass on signals.
+step. docs/several_gpus.md describes how launchers pass on signals.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def is_address(text: str) -> bool:
         raise InputError(
             f"an address {scheme[0]}... has `@`, `#` or a query, which may contain a secret, so it "
             "is neither used nor printed; remove this part of the address, and pass credentials in "
-            "the environment (docs/clusters.md)"
+            "the environment (docs/several_gpus.md)"
         )
     return scheme is not None
 

@@ -130,7 +130,7 @@ class SourceSettings(Settings):
     source: Annotated[PathText, Field(min_length=1)] | None = None
     """File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset.
 
-    Files may be in object storage: s3://, gs:// or hf:// (docs/clusters.md).
+    Files may be in object storage: s3://, gs:// or hf:// (docs/several_gpus.md).
     A dataset is `name` or `name@revision` (branch, tag or commit).
     null: `packs` already exist.
     """

@@ -192,10 +192,10 @@ def test_the_example_in_the_docs_converts_other_chats(
     tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    (example,) = re.findall(r"```python\n(  import datasets.*?)```", page, re.DOTALL)
+    (example,) = re.findall(r"```python\n(import datasets.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"system": "Be kind.", "question": "why?", "answer": "so"}\n')
-    exec(textwrap.dedent("  " + example.lstrip()))
+    exec(example)
     records = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
     ((ids, trained),) = packed(tmp_path, tokenizer_file, records, chat_template="plain")
     decode = Tokenizer.from_file(str(tokenizer_file)).decode
