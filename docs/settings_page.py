@@ -52,7 +52,7 @@ GUIDES = {
     "Name and run": "training.md",
     "model": "training.md",
     "data": "data.md",
-    "batch": "scaling.md",
+    "batch": "several_gpus.md",
     "optimizer": "training.md",
     "schedule": "training.md",
     "train": "training.md",
