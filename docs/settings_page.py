@@ -60,8 +60,8 @@ GUIDES = {
     "checkpoint": "training.md#checkpoints",
     "Precision and weights": "evidence.md",
     "fp8_config": "evidence.md",
-    "log": "tracking.md",
-    "health": "troubleshooting.md#the-numbers-look-wrong",
+    "log": "training.md#metrics",
+    "health": "training.md#if-something-fails",
     "loss": "training.md#the-loss",
 }
 # Names of the types of JSON schema.

@@ -6,7 +6,7 @@ changes these two numbers.
 
 All ranks must call the checks with the same numbers. Then all ranks skip a step, roll back or stop
 together. The state of the checks is saved in checkpoints. A resumed run therefore warns, skips,
-rolls back and stops at the same steps as a run that was not interrupted. docs/troubleshooting.md
+rolls back and stops at the same steps as a run that was not interrupted. docs/training.md
 lists the remedies after a stop.
 """
 
