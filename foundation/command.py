@@ -37,9 +37,6 @@ _OTHER_NAMES = {
     "checkpoint": "resume",
 }
 
-# Largest number of characters in a line of a message.
-_LONGEST_LINE = 2000
-
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises InputError instead of printing the usage and exiting.
@@ -201,7 +198,7 @@ def report_error(error: InputError | OSError) -> int:
     """
     # An OSError is reported with the kind and the status of an InputError.
     reported_as = error if isinstance(error, InputError) else InputError
-    message = "\n".join(map(_cut, f"{reported_as.kind}: {error}".split("\n")))
+    message = f"{reported_as.kind}: {error}"
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     # Test whether torchrun has started this rank. torchrun puts the error file of each rank into a
     # folder that has the local rank as its name.
@@ -210,11 +207,6 @@ def report_error(error: InputError | OSError) -> int:
     else:
         _print_error(message)
     return reported_as.status
-
-
-def _cut(line: str) -> str:
-    """Return a line of a message. The middle of a line with a very long value is omitted."""
-    return line if len(line) <= _LONGEST_LINE else f"{line[:1000]} ... {line[-500:]}"
 
 
 def _print_error(message: str) -> None:

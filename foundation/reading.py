@@ -36,8 +36,9 @@ class _Loader(yaml.CSafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_REPLACED = (":int", ":float", ":timestamp")
 _Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if not pair[0].endswith((":int", ":float", ":timestamp"))]
+    first: [pair for pair in pairs if not pair[0].endswith(_REPLACED)]
     for first, pairs in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(

@@ -323,10 +323,11 @@ class BatchStream(Batching):
             most = max(sum(documents[i] for i in rank[number]) for rank in assigned)
             own_indices = [indices[i] for i in members if i < len(indices)]
             built.append(self.build(self.packs, own_indices, most))
+        valid_tokens = sum(count_valid_tokens(pack, self.mask_boundaries) for pack in packs)
         return StepBatches(
             microbatches=built,
             tokens=len(indices) * self.packs.length,
-            valid_tokens=sum(count_valid_tokens(pack, self.mask_boundaries) for pack in packs),
+            valid_tokens=valid_tokens,
             sum_squared_lengths=sum(squares),
             figures=self.order.figures(places.stop),
             places=places,

@@ -233,12 +233,9 @@ class MixedPacks(Packs):
     @cached_property
     def mixture(self) -> Mixture:
         """Rule that mixes these sources."""
-        return Mixture(
-            names=tuple(self.by_source),
-            counts=tuple(map(len, self.joined)),
-            weights=tuple(self.weights.values()),
-            tokens_per_pack=tuple(map(_tokens_of, self.joined)),
-        )
+        counts = tuple(map(len, self.joined))
+        tokens_per_pack = tuple(map(_tokens_of, self.joined))
+        return Mixture(tuple(self.by_source), counts, tuple(self.weights.values()), tokens_per_pack)
 
 
 def mixture_of(packs: Packs) -> Mixture:

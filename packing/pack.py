@@ -281,13 +281,15 @@ class Arranged:
         """Return the statistics of all splits, for the manifest."""
         counts = self.tokens.counts
         packs = sum(map(len, self.layouts.values()))
+        fill = counts.tokens / (packs * self.settings.length)
+        cut_documents = sum(layout.cut_documents for layout in self.layouts.values())
         lengths = self.tokens.lengths
         statistics: dict[str, Any] = {
             "documents": counts.documents,
             "tokens": counts.tokens,
             "packs": packs,
-            "fill": round(counts.tokens / (packs * self.settings.length), 4),
-            "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
+            "fill": round(fill, 4),
+            "cut_documents": cut_documents,
         }
         statistics |= {
             "empty_documents": counts.empty,

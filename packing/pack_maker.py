@@ -126,13 +126,14 @@ class PackMaker(ExitStack):
             first = start.first + len(arranged.layouts["train"])
             after = PartStart(start.number + 1, epoch, arranged.tokens.after, first)
             statistics["stream"] = {"start": asdict(start), "after": asdict(after)}
+        packs = {split: arranged.packs(split, self.tokenizer.padding) for split in splits}
         with as_input_error(
             (OSError,), f"{path}: cannot be written", "correct the cause and run the command again"
         ):
             return write_packs(
                 path,
                 self.settings.length,
-                {split: arranged.packs(split, self.tokenizer.padding) for split in splits},
+                packs,
                 settings=content_settings(self.settings),
                 statistics=statistics,
                 tokenizer=self.tokenizer.describe(),

@@ -427,9 +427,10 @@ class DatasetSource:
         """Name, subset, split and fingerprint. A streamed dataset has None as its fingerprint."""
         is_streamed = self.settings.streaming and not self.is_local
         fingerprint = None if is_streamed else self._data._fingerprint
+        name = os.path.realpath(self.name) if self.is_local else self.name
         return {
             "kind": self.kind,
-            "name": os.path.realpath(self.name) if self.is_local else self.name,
+            "name": name,
             "subset": self.settings.subset,
             "split": self.settings.split,
             "fingerprint": fingerprint,
