@@ -64,6 +64,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     yield results, "trainers", results_page.trainers()
     yield results, "several-gpus", results_page.several_gpus()
     yield results, "card", results_page.card_table()
+    yield DOCS / "developers/distributed.md", "lost-time", results_page.lost_time()
     content = json.loads(readers.RESULTS.read_text(encoding="utf-8"))
     yield DOCS / "serving.md", "readers", readers.table(content["rows"])
 

@@ -1,10 +1,11 @@
-"""Write the tables of docs/developers/results.md: other trainers, several GPUs, and the card."""
+"""Compute the tables of speeds in docs/developers/: other trainers, several GPUs, and the card."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks import card
+from benchmarks.step_traces import lost
 from docs.charts import BUSY, IDLE, SPEEDS, read_speeds
 from foundation.units import markdown
 
@@ -82,6 +83,21 @@ def speed_alone(run: dict[str, Any], file: str) -> float:
     gpus = int(file.partition("_x")[2][0])
     speeds = run.get("tokens_per_second_of_gpus", [run["tokens_per_second"]] * gpus)
     return float(sum(speeds))
+
+
+def lost_time() -> str:
+    """Return the table of milliseconds that a step of four GPUs loses, for distributed.md."""
+    runs = read_speeds("h200_x4_scaling")["runs"]
+    one = runs[f"one{MICRO}"]
+    rows = []
+    for topology in ("ddp", "zero", "fsdp2", "hsdp"):
+        run = runs[topology + MICRO]
+        causes = lost(run["step_ms"], run["explanation"], one["step_ms"], one["explanation"], 4)
+        rest = (causes.pop("other") or 0) + (causes.pop("remainder") or 0)
+        times = [run["step_ms"], *causes.values(), rest]
+        rows.append([f"`{topology}.yaml`", *(f"{ms:,.1f}".replace("-", "−") for ms in times)])
+    header = ["topology", "step", "lost", "communication", "waiting", "slower GEMMs"]
+    return markdown([*header, "quantizing", "host", "rest"], rows)
 
 
 def card_table() -> str:
