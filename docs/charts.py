@@ -185,6 +185,7 @@ def evidence() -> Figure:
             va="center",
             fontsize=9,
             weight="normal" if row else "bold",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             annotation_clip=False,
         )
         if row is None:
@@ -210,9 +211,9 @@ def evidence() -> Figure:
 
 
 def draw_cost(panel: Axes, place: float, cost: Cost) -> None:
-    """Draw the mean and both intervals, or write the cost if it is outside of the axes."""
+    """Draw the mean and both intervals, or write the cost if they leave the axes."""
     color, is_filled = VERDICTS[cost.verdict]
-    if cost.mean > HIGHEST:
+    if cost.mean + cost.half_width > HIGHEST:
         panel.annotate(
             f"{cost} ▸",
             (HIGHEST, place),
