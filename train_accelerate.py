@@ -55,7 +55,6 @@ from pretrain.run import (
     evaluate,
     export,
     resume_point,
-    served,
     startup,
     streaming,
 )
@@ -259,14 +258,6 @@ def build(
     run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if source:
         checkpointing.resume_precision(run, source)
-    if source is None and accelerator.is_main_process:
-        notes += served.compare_with_source(
-            job.recipe.model,
-            run.precision.precision,
-            assembly.audit,
-            assembly.context.state(),
-            accelerator.device,
-        )
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
     if job.recipe.parity and run.is_new:

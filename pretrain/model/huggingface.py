@@ -183,19 +183,15 @@ def _check_loaded(source: str, model: PreTrainedModel, loading: dict[str, Any]) 
             raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
 
 
-def quantized_weights(
-    repository: str, revision: str | None = None, *, local: bool = False
-) -> dict[str, Any]:
+def quantized_weights(repository: str, revision: str | None = None) -> dict[str, Any]:
     """Return the values of a model with quantized weights by name. The dict of others is empty.
 
     `[...]` reads a value from its file, and dequantizes it.
 
     repository: a folder, or a name on the Hugging Face hub.
-    local: True to use no network.
 
     Raises InputError if the files do not have the layout that config.json describes.
     """
-    options: dict[str, Any] = {"revision": revision, "local_files_only": local}
     with explaining_transformers(
         f"`model.source`: {repository}: weights cannot be read",
         "either download the source again, or choose a source with BF16 weights or with a layout "
@@ -206,12 +202,12 @@ def quantized_weights(
             folder = Path(
                 snapshot_download(
                     repository,
+                    revision=revision,
                     allow_patterns=["model.safetensors", "model-*.safetensors"],
-                    **options,
                 )
             )
         files = [safe_open(file, "pt") for file in sorted(folder.glob("model*.safetensors"))]
-        config, _ = PretrainedConfig.get_config_dict(repository, **options)
+        config, _ = PretrainedConfig.get_config_dict(repository, revision=revision)
         return stored_weights(
             ((name, file.get_slice(name)) for file in files for name in file.keys()),  # noqa: SIM118
             config.get("quantization_config"),

@@ -350,20 +350,3 @@ def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredW
         parts = [slices.pop(name) for name in names]
         weights[f"{linear}.weight"] = StoredWeight(partial(layout.read, linear, parts))
     return weights
-
-
-def equal_values(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Return a text with the share of values in `weights` that equal the values of a source.
-
-    Both map names of parameters to values. Values that are no `StoredWeight` are not compared. The
-    values are compared in BF16, because a product of scales may be rounded differently in FP32.
-    """
-    equal = values = 0
-    for name in source.keys() & weights.keys():
-        stored, again = source[name], weights[name]
-        if isinstance(stored, StoredWeight) and isinstance(again, StoredWeight):
-            is_equal = stored[...].bfloat16() == again[...].bfloat16()
-            equal += int(is_equal.sum())
-            values += is_equal.numel()
-    share = 100 * equal / max(values, 1)
-    return f"{share:.2f} % of the values are equal ({equal:,} of {values:,})"

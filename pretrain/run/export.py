@@ -42,7 +42,6 @@ from pretrain.model import huggingface
 from pretrain.model.configuration import load_config
 from pretrain.model.exported import write_model
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.precision.layouts import equal_values
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.command_checks import checkpoint_of
@@ -51,7 +50,7 @@ from pretrain.run.run import Run
 from pretrain.run.served import served_weights
 from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer, stop_after_answers
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import ModelSettings, Recipe
+from pretrain.settings.recipe import Recipe
 
 CARD = "README.md"
 
@@ -91,25 +90,7 @@ def main(options: argparse.Namespace) -> int:
     print(f"{checkpoint} is exported to {out}: weights in {precision}{remark}")
     for title, fact in facts.items():
         print(f"  {title}: {fact}")
-    if options.precision and recipe.model.weights_source:
-        print_comparison_with_source(recipe.model, out)
     return 0
-
-
-def print_comparison_with_source(settings: ModelSettings, out: Path) -> None:
-    """Print the share of exported values that equal the values of a quantized `model.source`.
-
-    Print nothing if the source is not quantized, or cannot be read.
-
-    settings: the section `model` of the recipe.
-    out: the folder of the exported model.
-    """
-    repository = str(settings.repository)
-    # The weights of the source may be deleted by now.
-    with suppress(InputError):
-        if source := huggingface.quantized_weights(repository, settings.revision, local=True):
-            exported = huggingface.quantized_weights(str(out))
-            print(f"  compared with {repository}: {equal_values(source, exported)}")
 
 
 def write_export(

@@ -8,11 +8,9 @@ them into tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,14 +19,13 @@ from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import plural
 from pretrain.model.fused.layers import Stack, stack_of
-from pretrain.model.huggingface import is_mixture, named_tensors, quantized_weights
+from pretrain.model.huggingface import is_mixture, named_tensors
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Precision, QuantizedPrecision
-from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_values
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.layouts import LAYOUTS
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale
 from pretrain.precision.settings import LowPrecisionSettings, configured
-from pretrain.settings.recipe import ModelSettings
 
 
 def served_weights(
@@ -130,40 +127,6 @@ def _quantize_as_trained(
     elif precision.tensor_scaled:
         amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack.members)
     return precision.quantizer("weight", "features")(read(f"{name}.weight"), scale, amax)
-
-
-def compare_with_source(
-    settings: ModelSettings,
-    precision: Precision,
-    audit: Mapping[str, Any],
-    histories: Mapping[str, Tensor],
-    device: torch.device,
-) -> list[str]:
-    """Return a line about the codes of the source, in a list.
-
-    The line says how many of them the first step computes again. The list is empty unless the
-    source and the precision are quantized.
-
-    precision: the precision of the first step.
-    audit: the contents of audit.json.
-    histories: the scales of delayed scaling before the first step.
-    device: the device that quantizes the weights, one after another.
-    """
-    if settings.weights_source is None or not isinstance(precision, QuantizedPrecision):
-        return []
-    source = quantized_weights(str(settings.repository), settings.revision)
-
-    def read(name: str) -> Tensor:
-        return source[name][...].to(device).bfloat16()
-
-    weights = {
-        f"{name}.weight": StoredWeight(
-            partial(_quantize_as_trained, precision, name, stack, read, histories)
-        )
-        for name, stack in _stacks_in(audit).items()
-    }
-    text = f"{settings.source}: quantized again in `{precision.name}`, "
-    return [text + equal_values(source, weights)] if source else []
 
 
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, Stack]:

@@ -81,15 +81,11 @@ def test_a_round_trip_without_updates_changes_no_value(
     run = start_here(recipe, tmp_path)
     assert run.status == 0, run.output
     values = sum(value.numel() for name, value in source.items() if name.endswith("proj.weight"))
-    counts = f"100.00 % of the values are equal ({values:,} of {values:,})"
-    assert f"{tmp_path / 'source'}: quantized again in `{precision}`, {counts}" in run.output
     final = json.loads((run.run_dir / "final" / "config.json").read_text())
     assert "quantization_config" not in final
 
-    capsys.readouterr()
     out = tmp_path / "out"
     assert main(["export", str(run.run_dir), "--precision", "trained", "--out", str(out)]) == 0
-    assert f"  compared with {tmp_path / 'source'}: {counts}" in capsys.readouterr().out
     exported = load_file(out / "model.safetensors")
     assert exported.keys() == source.keys()
     unchanged = 0
@@ -110,8 +106,3 @@ def test_a_round_trip_without_updates_changes_no_value(
         assert torch.equal(exported[name].float(), value.float() * spread)
         unchanged += int((spread == 1).sum())
     assert unchanged > 0.8 * values
-    # The exported layout is read again, and has the same values.
-    capsys.readouterr()
-    changes = {"model": {"source": str(out)}, "run_dir": str(tmp_path / "again")}
-    again = start_here(recipe | changes, tmp_path)
-    assert counts in again.output
