@@ -8,6 +8,7 @@ the run ends with an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -15,17 +16,10 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.formats import delayed, unquantized
-from pretrain.precision.formats.definition import Precision, QuantizedPrecision
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.settings import (
-    PRECISIONS,
-    ActivePrecision,
-    LowPrecisionSettings,
-    configured,
-)
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings, configured
 
-# `on_unsupported: fallback` uses the first of these precisions that the device supports.
-STAND_INS = (delayed.PRECISION, unquantized.BF16)
 # A function that returns the reason why the device does not support a quantized precision, such as
 # "needs a GPU of ...; this is ...". It returns None if the device supports the precision.
 Missing = Callable[[QuantizedPrecision], str | None]
@@ -73,36 +67,20 @@ def select_precision(
     reason = f"`precision: {requested.name}` {need}"
     if fp8_config.on_unsupported == "emulate":
         return ActivePrecision(precision, requested, "emulation", reason)
-    available = _available(fp8_config, missing)
-    stand_in = next(candidate for candidate in STAND_INS if candidate in available)
+    # The options of the recipe were chosen for the requested precision. The stand-in has defaults.
+    options = fp8_config.without_options()
+    stand_in = configured(delayed.PRECISION.name, options)
+    if missing(cast(QuantizedPrecision, stand_in)):
+        stand_in = configured(unquantized.BF16.name, options)
     if fp8_config.on_unsupported == "error":
         raise InputError(
             f"{reason}. Either set `fp8_config.on_unsupported: emulate` to compute the same "
-            "numbers slowly in software, or set `fp8_config.on_unsupported: fallback` to train in "
-            f"{stand_in.name}, or set `precision` to one that runs here: "
-            f"{', '.join(candidate.name for candidate in available)}"
+            "numbers slowly in software, or set `fp8_config.on_unsupported: fallback`, or "
+            f"`precision: {stand_in.name}`, to train in {stand_in.name}"
         )
-    # The options of the recipe were chosen for the requested precision. The stand-in has defaults.
-    return ActivePrecision(
-        precision,
-        configured(stand_in.name, fp8_config.without_options()),
-        "transformer_engine" if stand_in.quantized else "torch",
-        reason,
-    )
-
-
-def _available(fp8_config: LowPrecisionSettings, missing: Missing) -> list[Precision]:
-    """Return the precisions that the device supports, without the options of `fp8_config`.
-
-    A quantized precision is checked with these options, because a user who sets `precision` to one
-    of the result keeps the options in the recipe.
-    """
-    return [
-        candidate
-        for candidate in PRECISIONS.values()
-        if not isinstance(candidate, QuantizedPrecision)
-        or missing(candidate.with_options(fp8_config.resolved(candidate.name))) is None
-    ]
+    if stand_in.quantized:
+        return ActivePrecision(precision, stand_in, "transformer_engine", reason)
+    return ActivePrecision(precision, stand_in, "torch", reason)
 
 
 def make_engines(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, GemmEngine]:
