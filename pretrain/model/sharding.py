@@ -36,7 +36,7 @@ This file uses private attributes of FSDP2's groups and parameters. These attrib
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -56,8 +56,7 @@ from pretrain.model.gradients import (
     sum_rows_in_fp32,
     values_of_sums,
 )
-from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.product import UNQUANTIZED_MODEL, LowPrecisionLinear
+from pretrain.precision.product import UNQUANTIZED_MODEL
 from pretrain.precision.scope import QUANTIZED_SHARE
 
 # A value that BF16 cannot store. BF16 cannot store its multiples either.
@@ -109,9 +108,9 @@ class _Group:
     overwritten: list[Summed] = field(default_factory=list)
     cleared: list[Tensor] = field(default_factory=list)  # memory of all other main gradients
     shares_memory: bool = False  # True if other groups use the same memory
-    # Map each engine to the FSDPParams of the weights that it quantizes, if there are enough of
-    # them (QUANTIZED_SHARE).
-    quantized: dict[GemmEngine | None, list[Any]] = field(default_factory=dict)
+    # FSDPParams of the weights that all engines of the run quantize, if there are enough of them
+    # (QUANTIZED_SHARE).
+    quantized: list[Any] = field(default_factory=list)
     is_freed: bool = False  # True if FSDP2 treats freed weights as gathered
 
     @property
@@ -124,30 +123,19 @@ class _Group:
         """List with the FSDPParam of torch for each trained parameter."""
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
-    def find_quantized(self, engine: GemmEngine, weights: Collection[int]) -> None:
-        """Store the weights that `engine` quantizes. `weights` has the ids of their parameters.
-
-        A group of several modules keeps its weights, because an embedding reads a tied table.
-        """
-        sizes = {param: param.sharded_param.numel() for param in self.fsdp.fsdp_params}
-        quantized = [param for param in sizes if id(param.sharded_param) in weights]
-        share = sum(sizes[param] for param in quantized) / sum(sizes.values())
-        if share >= QUANTIZED_SHARE and len(self.fsdp.modules) == 1:
-            self.quantized[engine] = quantized
-
     def reshard(self) -> None:
         """Free all gathered parameters."""
         self.module.reshard()
         self.is_freed = False
 
-    def free(self, engine: GemmEngine | None) -> None:
-        """Free the gathered weights that `engine` has quantized, unless they have been freed.
+    def free(self) -> None:
+        """Free the gathered weights that have been quantized, unless they have been freed.
 
         Their memory was allocated, written and read in the current stream, so the allocator may
         reuse it at once. FSDP2 frees gathered parameters in the same way.
         """
         if not self.is_freed:
-            for param in self.quantized[engine]:
+            for param in self.quantized:
                 param.all_gather_outputs[0].untyped_storage().resize_(0)
         self.is_freed = True
 
@@ -181,7 +169,7 @@ class Sharding:
         # could write into this view. The warning does not apply, because no layer writes into its
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._groups = _groups_of(model)
         for group in self._groups:
             # The group of the root, and the group of a tied embedding and head, do not share
@@ -220,7 +208,7 @@ class Sharding:
             # Sums that share no memory are reduced in the last microbatch of a step.
             group.module.set_requires_gradient_sync(group.shares_memory, recurse=False)
             # A pass without quantization reads all weights. It must not keep them beside the codes.
-            keeps_codes = self._context.quantizing and self._context.engine in group.quantized
+            keeps_codes = self._context.quantizing and self._has_codes(group)
             reshards = group.shares_memory and not keeps_codes
             group.module.set_reshard_after_backward(reshards, recurse=False)
         # Replicas of the shards exchange all gradients in the last microbatch of a step.
@@ -261,7 +249,7 @@ class Sharding:
                     src_data_rank=None,
                 ).to_local()
                 if not torch.equal(gathered_shard, shard.to_local().to(gathered_shard)):
-                    stale.append(self._names[id(shard)])
+                    stale.append(self._names[shard])
             group.reshard()
         return stale
 
@@ -292,27 +280,37 @@ class Sharding:
                     rounded.append(name)
         return rounded
 
+    def _has_codes(self, group: _Group) -> bool:
+        """Return True if the current precision quantizes the weights of a group."""
+        return self._context.engine is not None and bool(group.quantized)
+
     def _keeps_codes(self, group: _Group) -> bool:
         """Return True if the current forward caches the codes of a group's weights."""
         is_low = self._context.low_precision and torch.is_grad_enabled()
-        return is_low and self._context.engine in group.quantized
+        return is_low and self._has_codes(group)
 
     def _find_quantized(self) -> None:
-        """Find the groups that can keep codes. FSDP2 must not reshard them after each forward."""
+        """Find the groups that can keep codes. FSDP2 must not reshard them after each forward.
+
+        A group of several modules keeps its weights, because an embedding reads a tied table.
+        """
+        modules = dict(self._model.hf.named_modules())
         parameters = dict(self._model.hf.named_parameters())
-        # Each forward of these layers transposes the weight, and torch raises if it was freed.
-        transposed = {
-            id(module.weight)
-            for module in self._model.modules()
-            if isinstance(module, LowPrecisionLinear) and module.transposed
-        }
+        by_engine = []
         for engine in self._context.engines.values():
             names = [name for gemm in engine.gemms.values() for name in gemm.members]
-            weights = {id(parameters.get(f"{name}.weight", parameters.get(name))) for name in names}
-            for group in self._groups:
-                group.find_quantized(engine, weights - transposed)
+            # Each forward of a Conv1D transposes the weight, and torch raises if it was freed.
+            names = [name for name in names if not getattr(modules.get(name), "transposed", False)]
+            by_engine.append(
+                {parameters.get(f"{name}.weight", parameters.get(name)) for name in names}
+            )
+        weights = set.intersection(*by_engine) if by_engine else set()
         for group in self._groups:
-            if group.quantized:
+            sizes = {param: param.sharded_param.numel() for param in group.fsdp.fsdp_params}
+            quantized = [param for param in sizes if param.sharded_param in weights]
+            share = sum(sizes[param] for param in quantized) / sum(sizes.values())
+            if share >= QUANTIZED_SHARE and len(group.fsdp.modules) == 1:
+                group.quantized = quantized
                 group.module.set_reshard_after_forward(False, recurse=False)
 
     def _keep_memory(self) -> None:
@@ -320,12 +318,9 @@ class Sharding:
 
         CUDA graphs read gathered parameters at fixed addresses. Each step needs this memory anyway.
         """
-        engines = self._context.engines.values()
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
-                keeps_codes = [param in group.quantized.get(engine, ()) for engine in engines]
-                is_always_coded = bool(engines) and all(keeps_codes)
-                if not is_always_coded:
+                if param not in group.quantized:
                     param.free_unsharded_param = lambda: None
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
@@ -385,8 +380,8 @@ class Sharding:
         backward by such hooks too.
         """
         if self._keeps_codes(group):
-            group.free(self._context.engine)
-        elif self._context.engine in group.quantized or (group.quantized and not self.once_a_step):
+            group.free()
+        elif self._has_codes(group) or (group.quantized and not self.once_a_step):
             # FSDP2 does not reshard groups that can keep codes. With `once_a_step`, weights that
             # the current engine does not quantize stay gathered.
             group.reshard()
