@@ -12,13 +12,14 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install gpu demo which check lint types test docs site clean
+.PHONY: help install gpu demo which check lint types test nightly docs site clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
 	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (1.5 minutes)"
 	@echo "make test     install the test requirements and run the tests (about 6 minutes on 2 cores)"
+	@echo "make nightly  run the slow tests, and inject every fault in every precision (more than an hour on 2 cores)"
 	@echo "make install  create .venv only"
 	@echo "make gpu      create .venv for NVIDIA GPUs with Python 3.12, compile Transformer Engine, check each precision"
 	@echo "make lint     check style and formatting with ruff"
@@ -49,6 +50,14 @@ which: $(VENV)/.installed
 # for the next process, whatever the user's environment says.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
+# FAULTS has a line for each fault and precision. Write docs/developers/faults.md from it, never by hand:
+#   .venv/bin/python -m tests.pretrain.verify.mutations --results runs/nightly/faults.jsonl --write
+# An interrupted `make nightly` continues FAULTS. Another commit or torch needs a new file.
+FAULTS ?= runs/nightly/faults.jsonl
+nightly: $(VENV)/.installed-dev $(VENV)/.installed-references
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly -n $(WORKERS) --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN) -m tests.pretrain.verify.mutations --jobs $(WORKERS) --results $(FAULTS)
 
 check: lint types site test
 

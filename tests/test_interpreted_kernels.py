@@ -23,7 +23,7 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> None:
     reason = (
         "earlier interpreters round an fma twice and convert in another function, and 3.6 has no "

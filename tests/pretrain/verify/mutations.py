@@ -9,8 +9,9 @@ layers and of four architectures must pass. This takes an hour on two idle cores
 1 if a fault is not caught or a correct model is rejected.
 
 `--results FILE` keeps each result, so that an interrupted command continues. `--part 1/2` and
-`--part 2/2` divide the work. The command prints the lists if FILE has all results. Files of several
-parts may be joined with `cat`.
+`--part 2/2` divide the work. The command prints the lists if FILE has all results. `--write` also
+writes them to docs/developers/faults.md. Files of several parts may be joined with `cat` if they
+have the same commit and the same torch, which their first line names.
 
 With `--device cuda` the products are computed by Transformer Engine, and the faults of
 `te_faults.py` are made too.
@@ -22,6 +23,7 @@ import argparse
 import importlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -48,6 +50,7 @@ from tests.pretrain.verify import (
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 
+PAGE = Path(__file__).parents[3] / "docs/developers/faults.md"
 DEPTHS = (4, 12, 28)
 NOTHING = "**nothing**"
 UNFUSED = {"gemma", "mistral", "qwen3_moe"}  # architectures without fused layers
@@ -289,6 +292,43 @@ def page(results: Mapping[Call, Any], device: str, precisions: Sequence[str]) ->
     return f"{lists(rows)}\n\nWithout a fault, {depths} layers of {models}: {passed}"
 
 
+def versions() -> dict[str, str]:
+    """Return the commit, marked if files have changed, and the version of torch."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty"]
+    commit = subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True, check=True)
+    return {"commit": commit.stdout.strip(), "torch": torch.__version__.partition("+")[0]}
+
+
+def read_results(file: Path | None) -> dict[Call, Any]:
+    """Return the results in a file that `--results` names, and start the file if it is new.
+
+    Raises InputError if a result is of another commit or of another torch.
+    """
+    if file is None:
+        return {}
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(versions()) + "\n", encoding="utf-8")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        if isinstance(line, dict) and line != versions():
+            raise InputError(f"{file}: has results of {line}, not of {versions()}; delete the file")
+    return {tuple(call): found for call, found in (line for line in lines if type(line) is list)}
+
+
+def write_page(text: str, device: str) -> None:
+    """Write the lists, and the versions that had these faults, between the marks of the page."""
+    begin, end = MARKS[device]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    command = "python -m tests.pretrain.verify.mutations"
+    if device != "cpu":
+        command += f" --device {device}"
+    made = f"At commit {versions()['commit']} with torch {versions()['torch']}:"
+    parts = [begin, f"{made}\n\n```bash\n{command}\n```", text, end]
+    PAGE.write_text(before + "\n\n".join(parts) + after, encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -309,16 +349,13 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, help="file of results, one a line; calls in it are not repeated"
     )
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
     arguments = parser.parse_args()
     device = arguments.device
     precisions = arguments.precisions or precisions_on(device)
     needed = calls(device, precisions, arguments.depths)
-    results: dict[Call, Any] = {}
-    if arguments.results and arguments.results.exists():
-        for line in arguments.results.read_text(encoding="utf-8").splitlines():
-            call, found = json.loads(line)
-            results[tuple(call)] = found
+    results = read_results(arguments.results)
     part, parts = map(int, arguments.part.split("/"))
     missing = [call for call in needed[part - 1 :: parts] if call not in results]
     with ProcessPoolExecutor(
@@ -339,6 +376,8 @@ def main() -> int:
         return 0
     text = page({call: results[call] for call in needed}, device, precisions)
     print(text)
+    if arguments.write:
+        write_page(text, device)
     is_rejected = any(results[call] for call in needed if call[0] == "objections_to")
     return int(NOTHING in text or is_rejected)
 
