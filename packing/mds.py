@@ -5,7 +5,7 @@ the shards and the columns of each shard. A shard file consists of the number of
 (uint32), `n + 1` byte offsets (uint32), a copy of the shard's configuration, and the samples. A
 sample consists of the sizes of its variable-size columns (uint32 each) and of the values of all
 columns in the order of `column_names`. An encoding such as `uint32` may mean one number or an array
-of numbers (see docs/data.md). It means one number if the declared size is the size of one number.
+of numbers. It means one number if the declared size is the size of one number.
 """
 
 from __future__ import annotations

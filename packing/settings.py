@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -57,27 +57,18 @@ def split_revision(name: str) -> tuple[str, str | None]:
 def files_of(name: str) -> list[Path]:
     """Return the files of a source in order: a file, or all files of a folder or pattern.
 
-    See `find_files`. The list is empty if nothing exists.
+    In a pattern, `**` stands for any number of folders. Links to folders are followed. A file that
+    can be reached through several folders is returned once. Hidden files, and inner folders of
+    packs, do not match. The list is empty if nothing exists. Raises OSError if a folder cannot be
+    read.
     """
-    if os.path.lexists(name):
-        parts = ("**", "*") if os.path.isdir(name) else ()
-        return find_files(Path(name), parts)
-    if not glob.has_magic(name):
-        return []
-    # A `**` stands for folders, so `*` selects the files in them.
-    pattern = Path(name, "*") if name.endswith("**") else Path(name)
-    return find_files(Path(), pattern.parts)
-
-
-def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the files below `folder` that match a pattern, in order.
-
-    `parts` are the parts of the pattern, such as ("**", "*.txt"). `**` stands for any number of
-    folders. Links to folders are followed. A file that can be reached through several folders is
-    returned once. Hidden files, and inner folders of packs, do not match. Raises OSError if a
-    folder cannot be read.
-    """
-    paths = [folder]
+    paths = [Path(name)]
+    parts: list[str] = ["**", "*"] if os.path.isdir(name) else []
+    if not os.path.lexists(name):
+        paths = [Path()]
+        parts = [*Path(name).parts] if glob.has_magic(name) else []
+        # A `**` stands for folders, so `*` selects the files in them.
+        parts += ["*"] if name.endswith("**") else []
     for part in parts:
         step = _folders_below if part == "**" else partial(_matches, part)
         paths = [inner for path in paths if path.is_dir() for inner in step(path)]

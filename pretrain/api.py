@@ -367,7 +367,8 @@ def open_packs(
         source: Folder or file of packs in any format of `data.packs`, or a recipe (.yaml). A recipe
             may mix sources, and its seed replaces `seed`.
         split: "train" or "held_out".
-        length: Number of tokens in a pack of a token file (.bin, .npy). Other formats record it.
+        length: Number of tokens in a pack of a token file (.bin, .npy). Other formats record it. A
+            token file without a header needs a recipe with `data.token_dtype`.
         seed: Seed of the order of packs.
 
     Raises:
