@@ -33,7 +33,6 @@ from lab.compare.differences import (
     verdict_from,
 )
 from lab.experiments.protocol import Protocol
-from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.configuration import load_config
 from pretrain.model.huggingface import build_on_meta
@@ -128,20 +127,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """A precision that was compared with BF16.
-
-    `card` trained. If it lacks the precision, the precision was emulated. `speed` is relative to
-    BF16, and None if it was not measured.
-    """
+    """A precision that was compared with BF16."""
 
     study: Study
-    card: str
     precision: str
     tokens_per_parameter: float
     seeds: int
     served: Cost
     training: Cost
-    speed: float | None = None
 
     @property
     def heading(self) -> str:
@@ -186,7 +179,6 @@ def rows_of_cells(study: Study) -> Iterator[Row]:
             costs.append(cost_of(difference, *halves, is_tested=precision in TESTED))
         yield Row(
             study,
-            card_of(header["gpus"][0]).name,
             precision,
             header["tokens"] / header["parameters"],
             len(means),
@@ -226,13 +218,11 @@ def rows_of_which(study: Study) -> Iterator[Row]:
         ]
         yield Row(
             study,
-            card_of(content["environment"]["gpus"][0]).name,
             precision,
             options.steps * recipe.batch.tokens / parameters,
             len(served.by_seed),
             sequential_cost(served, error),
             sequential_cost(training, error),
-            candidate["speedup"],
         )
 
 
