@@ -6,26 +6,21 @@ from typing import Any
 
 from benchmarks import card
 from benchmarks.step_traces import lost
-from docs.charts import BUSY, IDLE, SPEEDS, read_speeds
+from docs.charts import BUSY, PRECISIONS, SPEEDS, TRAINERS, read_speeds
 from foundation.units import markdown
 
 CARD = SPEEDS.parent / "cards/h200.json"
 # Columns of the card that the page shows.
 CARD_COLUMNS = ("precision", "tokens/s", "of the limit", "of step 50")
 LINK = "../../benchmarks/results/speed"
-# Rows of the table of trainers: a label, the name in the files, the file of BF16 and that of FP8.
-TRAINERS = (
-    ("**this launcher**, FlashAttention-4", "ours", "h200_peers_fa4", "h200_peers_fa4"),
-    ("**this launcher**, cuDNN attention", "ours", IDLE, IDLE),
-    ("[llmq](https://github.com/IST-DASLab/llmq) 0.3.1", "llmq", IDLE, "h200_peers_fp8"),
-    (
-        "[torchtitan](https://github.com/pytorch/torchtitan) 0.2.2, compiled",
-        "torchtitan",
-        IDLE,
-        IDLE,
-    ),
-    ("Megatron-Core 0.19.2", "Megatron-Core", "h200_peers_megatron", "h200_peers_megatron"),
-    ("Hugging Face Trainer, compiled, with Liger", "Hugging Face", IDLE, IDLE),
+# Labels of the trainers in the table, in the order of the picture.
+TRAINER_LABELS = (
+    "**this launcher**, FlashAttention-4",
+    "**this launcher**, cuDNN attention",
+    "[llmq](https://github.com/IST-DASLab/llmq) 0.3.1",
+    "[torchtitan](https://github.com/pytorch/torchtitan) 0.2.2, compiled",
+    "Megatron-Core 0.19.2",
+    "Hugging Face Trainer, compiled, with Liger",
 )
 # Rows of the table of several GPUs: a label, the topology, the file, the run, and the run of one
 # GPU, or "" if no comparable GPU ran alone.
@@ -54,13 +49,13 @@ SEVERAL = (
 def trainers() -> str:
     """Return the table of trainers that ran as their own programs on one H200."""
     rows = []
-    for label, name, bf16, fp8 in TRAINERS:
-        cells = [label]
-        for precision, file in {"BF16": bf16, "FP8": fp8, "FP8 with the head": fp8}.items():
-            row = read_speeds(file)["rows"].get(f"{name} {precision}")
-            speed = f"[{row['tokens_per_second']:,}]({LINK}/{file}.json)" if row else ""
-            cells.append(f"{speed} ¹" if speed and file in BUSY else speed)
-        rows.append([*cells, read_speeds(bf16)["rows"][f"{name} BF16"]["differs"]])
+    for label, (_, name, files) in zip(TRAINER_LABELS, TRAINERS, strict=True):
+        cells = [label, "", "", ""]
+        for column, (precision, file) in enumerate(zip(PRECISIONS, files, strict=False), start=1):
+            speed = read_speeds(file)["rows"][f"{name} {precision}"]["tokens_per_second"]
+            busy = " ¹" if file in BUSY else ""
+            cells[column] = f"[{speed:,}]({LINK}/{file}.json){busy}"
+        rows.append([*cells, read_speeds(files[0])["rows"][f"{name} BF16"]["differs"]])
     return markdown(["trainer", "BF16", "FP8", "with the head", "differs from ours"], rows)
 
 
