@@ -123,9 +123,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(
-            lambda: open_run_folder(
-                job, address, arguments.resume, arguments.accept_changes, owner=is_main_process
-            )
+            lambda: open_run_folder(job.run_dir, address, owner=is_main_process)
         ) as folder,
         startup.explaining_errors(),
     ):
@@ -252,8 +250,10 @@ def build(
         console=console,
     )
     if source:
-        distributed.refused_together(lambda: folder.go_back(state.step))
-        checkpoints.abandon_newer(state.step)
+        is_back = checkpoints.abandon_newer(state.step)
+        if is_back and folder.stored:
+            # Wait, so that no later start restores an abandoned checkpoint.
+            folder.stored.store().result()
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if source:

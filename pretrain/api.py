@@ -111,11 +111,7 @@ class Conversion:
     def __repr__(self) -> str:
         engine: Any = self.context.engine
         count = len(quantized_names(self.decisions))
-        lines = [f"{count} linear layers in {self.context.current.name}, {engine.describe()}"]
-        for name, decision in self.decisions.items():
-            if decision.reason:
-                lines.append(f"{name} in BF16: {decision.reason}")
-        return "\n".join(lines)
+        return f"{count} linear layers in {self.context.current.name}, {engine.describe()}"
 
 
 def convert(

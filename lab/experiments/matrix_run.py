@@ -120,7 +120,7 @@ def run_all(
                 if ready is None:
                     break
                 waiting.remove(ready)
-                running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
+                running.append(start(matrix, ready, running, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
             # All cells have ended, or no further cell may start. Without running cells, `next_of`
             # returns a cell that would otherwise wait for another one.
@@ -233,7 +233,6 @@ def start(
     matrix: Matrix,
     cell: Cell,
     running: Sequence[StartedCell],
-    stop: StopRequest,
     *,
     side_by_side: bool,
 ) -> StartedCell:
@@ -246,7 +245,6 @@ def start(
         matrix: The matrix.
         cell: The cell to start.
         running: The running cells.
-        stop: Request to stop, by a signal. It ends the start.
         side_by_side: True if the cell shares its devices with other cells.
     """
     used = [started.slot for started in running]
@@ -257,12 +255,8 @@ def start(
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
-    training = start_training(
-        launch_of(matrix, cell),
-        environment_of(matrix) | devices,
-        cell.log,
-        lambda: stop.requested,
-    )
+    environment = environment_of(matrix) | devices
+    training = start_training(launch_of(matrix, cell), environment, cell.log)
     return StartedCell(cell, training, slot, started)
 
 

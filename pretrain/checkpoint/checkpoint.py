@@ -55,8 +55,9 @@ GROUPS = Path("/sys/fs/cgroup")  # folder of Linux control groups, version 2
 PIECE = 2**24
 # Share of the free host memory that copies may use. The rest is for other processes on the machine.
 SHARE = 0.8
-# Seconds to wait for a new file to appear on all machines. A network disk may show it late.
-_VISIBILITY_TIMEOUT = 5.0
+# Number of times, in 5 seconds, that a process looks for a new file of another machine. A network
+# disk may show it late.
+_VISIBILITY_CHECKS = 100
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
@@ -173,7 +174,6 @@ class Checkpoints:
                 remove_tree(partial)
         files, index = self._lay_out(model, optimizer)
         copies = self._staging.copy(files) if in_background else None
-        stopped = f"; training stopped for {time.perf_counter() - start:.2g} s" if copies else ""
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
 
         def complete(records: list[FileRecord]) -> None:
@@ -182,7 +182,7 @@ class Checkpoints:
                     final, Manifest(step, self.world_size, records, **index), state_json
                 )
                 self._prune(final, spared)
-                announce(f"saved {final} in {time.perf_counter() - start:.3g} s{stopped}")
+                announce(f"saved {final} in {time.perf_counter() - start:.3g} s")
 
         written = self._thread.submit(write_part, partial, copies or files)
         self._pending = PendingSave(final, written, complete)
@@ -270,11 +270,9 @@ class Checkpoints:
             return
         if self.rank == 0:
             shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
-        earlier = f"{self._complete} is" if self._complete else "earlier checkpoints are"
         raise InputError(
-            f"{self.folder}: step {step_of(pending.final)} could not be saved: {reasons[0]}; "
-            f"{earlier} untouched. The disk has {memory(free_bytes(self.folder) / GIB)} of free "
-            "space; either free disk space, or set a `run_dir` on another disk. Then start again"
+            f"{pending.final}: could not be saved: {reasons[0]}; earlier checkpoints are "
+            "untouched. Free disk space, or set a `run_dir` on another disk. Then start again"
         )
 
     def _failures(self, future: Future[Any] | None) -> list[str]:
@@ -320,23 +318,26 @@ class Checkpoints:
             ],
         )
 
-    def abandon_newer(self, step: int) -> None:
+    def abandon_newer(self, step: int) -> bool:
         """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
 
         Without the renaming, the next automatic resume would continue from a later checkpoint of
-        the abandoned training. The next save deletes the renamed checkpoints.
+        the abandoned training. The next save deletes the renamed checkpoints. Return True on the
+        first rank if a checkpoint was renamed.
         """
         self.wait()
+        newer = []
         if self.rank == 0:
-            for path in step_folders(self.folder):
-                if step_of(path) > step:
-                    _log.warning(
-                        "%s was renamed to %s, because the run continues from step %d",
-                        path,
-                        on_disk.set_aside(path).name,
-                        step,
-                    )
+            newer = [path for path in step_folders(self.folder) if step_of(path) > step]
+        for path in newer:
+            _log.warning(
+                "%s was renamed to %s, because the run continues from step %d",
+                path,
+                on_disk.set_aside(path).name,
+                step,
+            )
         from_all_ranks(None)  # the other ranks wait until all checkpoints are renamed
+        return bool(newer)
 
     def newest(self, *, before: int | None = None) -> Path | None:
         """Return the newest intact checkpoint, or None if there is none.
@@ -467,11 +468,9 @@ class Staging:
                 return None
             # `zeros` writes to all pages, so that the operating system allocates them.
             self._memory = torch.zeros(needed, dtype=torch.uint8)
-            if device and not pin(self._memory):
-                _log.warning(
-                    "the host memory for copies of checkpoints cannot be pinned, so each save "
-                    "stops training for longer"
-                )
+            if device:
+                # Without pinned memory, the copy takes longer.
+                pin(self._memory)
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         slots = iter(self._memory[:needed].split(sizes))
         for file, group in files.items():
@@ -619,16 +618,16 @@ def require_shared(folder: Path) -> None:
         return
     is_first = torch.distributed.get_rank() == 0
     token = folder / f".proof.0{PARTIAL}"
-    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
     if is_first:
         token.unlink(missing_ok=True)
         token.touch()
     from_all_ranks(None)  # all ranks wait until the first rank has created the token
-    # `listdir` is used because it refreshes the cache of a network disk.
-    while (
-        not (is_visible := folder.is_dir() and token.name in os.listdir(folder))
-        and time.monotonic() < deadline
-    ):
+    is_visible = False
+    for _ in range(_VISIBILITY_CHECKS):
+        # `listdir` is used because it refreshes the cache of a network disk.
+        is_visible = folder.is_dir() and token.name in os.listdir(folder)
+        if is_visible:
+            break
         time.sleep(0.05)
     hosts_without_folder = from_all_ranks(None if is_visible else socket.gethostname())
     if is_first:

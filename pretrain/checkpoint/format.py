@@ -351,10 +351,9 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
         both_float = dtype.is_floating_point and target.dtype.is_floating_point
         is_convertible = both_float or dtype == target.dtype
         if saved.shape != tuple(target.shape) or not is_convertible:
-            expected = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and {expected} in "
-                "this run"
+                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint, and has another "
+                "dtype or shape in this run"
             )
     return problems
 

@@ -17,15 +17,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from threading import Event, Thread
 from typing import BinaryIO
-
-import psutil
 
 from foundation.command import run_command
 from foundation.errors import InputError, one_line
@@ -86,89 +83,42 @@ class Training:
         return 1 if returncode is None else launcher.exit_status(returncode)
 
 
-def start_training(
-    launch: Launch,
-    environment: Mapping[str, str],
-    log: Path,
-    is_stopped: Callable[[], object] = lambda: False,
-) -> Training:
+def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
     """Start a training in the background.
 
     The training runs in a fork of a server process. The first call starts the server, and waits
-    until the server has imported torch and the launcher. If an exception or `is_stopped` ends this
-    wait, the server is killed, and the training does not begin.
+    until the server has imported torch and the launcher. An error of the start is written to the
+    log.
 
     Args:
         launch: The training.
         environment: All environment variables of the training.
         log: File to which output is appended. The training locks the file.
-        is_stopped: Function that returns a true value when this process has been asked to stop.
     """
     _FORKS.set_forkserver_preload(PRELOADED)
     # Create the log, because the training may be killed before it opens the log.
     log.touch()
-    receiver, in_training = _FORKS.Pipe()
+    receiver, in_training = _FORKS.Pipe(duplex=False)
     process = _FORKS.Process(target=_train, args=(launch, dict(environment), log, in_training))
-    abandoned = Event()
-    # Start the process in a thread, because reading the answer of the server cannot be interrupted.
-    thread = Thread(
-        target=_start, args=(process, receiver, in_training, log, abandoned), daemon=True
-    )
-    thread.start()
-    try:
-        while thread.is_alive() and not is_stopped():
-            thread.join(POLL_SECONDS)
-    finally:
-        if thread.is_alive():
-            abandoned.set()
-            _kill_server()
-    return Training(process, log)
-
-
-def _start(
-    process: ForkServerProcess,
-    connection: Connection,
-    in_training: Connection,
-    log: Path,
-    abandoned: Event,
-) -> None:
-    """Start the first process of a training. Write an error of the start to the log.
-
-    Args:
-        process: The process, which calls `_train`.
-        connection: Connection to the process.
-        in_training: The end of the connection in the process.
-        log: Log of the training.
-        abandoned: Set if the training must not begin.
-    """
     folder = tempfile.gettempdir()
     if len(folder) > LONGEST_SOCKET_FOLDER:
         folder = "/tmp"
     try:
-        with connection, overridden(tempfile, tempdir=folder):
+        with receiver, overridden(tempfile, tempdir=folder):
             with in_training:
                 process.start()
             # Wait until the training has its process group and has locked its log.
-            connection.recv()
-            if not abandoned.is_set():
-                connection.send(None)
+            receiver.recv()
     except (EOFError, OSError) as error:
         with log.open("a") as file:
             file.write(f"error: the training was not started: {one_line(error, named=True)}\n")
+    return Training(process, log)
 
 
-def _kill_server() -> None:
-    """Kill the server, which may be suspended. Its trainings continue."""
-    for child in psutil.Process().children():
-        # multiprocessing starts the server by a command with this module's name.
-        if any("multiprocessing.forkserver" in word for word in child.cmdline()):
-            child.kill()
-
-
-def _train(launch: Launch, environment: dict[str, str], log: Path, command: Connection) -> None:
+def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connection) -> None:
     """Train in this forked process, and end this process with the exit status of the training.
 
-    The training begins when `command`, the process that starts it, answers.
+    `ready` tells the process that starts the training that signals reach this process.
     """
     os.setpgid(0, 0)
     with open_log(log) as output, open(os.devnull, "rb") as nothing:
@@ -176,12 +126,10 @@ def _train(launch: Launch, environment: dict[str, str], log: Path, command: Conn
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    try:
-        command.send(None)
-        command.recv()
-    except (EOFError, OSError):
-        sys.exit("error: the training was not started, because its command was stopped")
-    command.close()
+    # The training continues if the process that starts it has been killed.
+    with suppress(OSError):
+        ready.send(None)
+    ready.close()
     import torch
 
     if torch.cuda._is_in_bad_fork():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -23,8 +22,6 @@ from foundation.units import count, duration, memory, or_dash, percent
 INDENT = "  "
 # Text between the figures of a step's line.
 SEPARATOR = "   "
-# Texts in the figures that are omitted if the line is wider than the terminal, the first one first.
-OMITTED_FIRST = ("data wait", "lr ", "iB", "MFU", "grad ")
 
 
 class Console:
@@ -74,13 +71,7 @@ class Console:
         self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
-            figures = list(self._figures(record))
-            width = shutil.get_terminal_size().columns if self.stream.isatty() else math.inf
-            # Omit figures, the least important one first, if the terminal is too narrow.
-            for label in OMITTED_FIRST:
-                if len(SEPARATOR.join(figures)) > width:
-                    figures = [figure for figure in figures if label not in figure]
-            self.notice(SEPARATOR.join(figures))
+            self.notice(SEPARATOR.join(self._figures(record)))
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
@@ -88,21 +79,11 @@ class Console:
 
         `record` contains the metrics of the evaluation. `seconds` is its duration.
         """
-        by_source = [
-            f"{key.removeprefix('held_out_loss/')} {loss:.4f}"
-            for key, loss in record.items()
-            if key.startswith("held_out_loss/")
-        ]
-        losses = f"held-out loss {record['held_out_loss']:.4f}"
-        if by_source:
-            losses += f" ({', '.join(by_source)})"
         figures = [
             f"eval {self._position(record['step'])}",
-            losses,
+            f"held-out loss {record['held_out_loss']:.4f}",
             f"perplexity {record['held_out_perplexity']:.4g}",
         ]
-        if "held_out_penalty" in record:
-            figures.append(f"penalty {record['held_out_penalty']:.4f}")
         figures.append(f"in {duration(seconds)}")
         self.notice(SEPARATOR.join(figures))
 
@@ -213,8 +194,5 @@ def _escape_controls(text: str) -> str:
     Line feeds are kept. Other control characters in a generated text could move the cursor or ring
     the bell of the terminal.
     """
-    escaped = []
-    for char in text.replace("\t", "    "):
-        is_safe = char == "\n" or char.isprintable()
-        escaped.append(char if is_safe else f"\\x{ord(char):02x}")
-    return "".join(escaped)
+    safe = {"\n", " ", *filter(str.isprintable, text)}
+    return "".join(char if char in safe else f"\\x{ord(char):02x}" for char in text.expandtabs(4))

@@ -62,14 +62,11 @@ class Shape:
 
         hidden = first_of("hidden_size")
         heads = first_of("num_attention_heads")
-        kv_heads = first_of("num_key_value_heads", "num_kv_heads", default=heads)
-        if first_of("multi_query") and not first_of("new_decoder_architecture"):
-            kv_heads = 1
         sizes = {
             "layers": first_of("num_hidden_layers"),
             "hidden": hidden,
             "heads": heads,
-            "kv_heads": kv_heads,
+            "kv_heads": first_of("num_key_value_heads", "num_kv_heads", default=heads),
             "head_dim": first_of("head_dim", default=hidden // heads if heads else 0),
             "feed_forward": first_of(*_FEED_FORWARD, default=4 * hidden),
             "vocabulary": first_of("vocab_size"),
@@ -178,10 +175,9 @@ class ModelFlops:
     @property
     def uncounted_warning(self) -> str:
         """Return a warning about the `uncounted` weights. `uncounted` must not be empty."""
-        more = ", ..." if len(self.uncounted) > 1 else ""
         return (
-            "the FLOPs are incomplete, because the FLOPs of these weights cannot be computed from "
-            f"their shape: {self.uncounted[0]}{more}"
+            "the FLOPs are incomplete, because the FLOPs of some weights cannot be computed from "
+            f"their shape, for example of {self.uncounted[0]}"
         )
 
     @property

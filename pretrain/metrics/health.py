@@ -37,11 +37,6 @@ CONSECUTIVE_SKIPS = 10
 # Maximum number of rollbacks of a run, including the rollbacks before a resume. If another rollback
 # is needed, the run stops.
 MOST_ROLLBACKS = 3
-# Reactions to a bad step that a stopped run suggests, with their effects.
-_REACTIONS = [
-    ("skip", "to skip such steps"),
-    ("rollback", "to return to the last checkpoint"),
-]
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
@@ -249,14 +244,13 @@ class Health:
                 "If the data of this step is correct, lower `optimizer.learning_rate` or "
                 "`optimizer.clip`"
             )
-        unchanged = _unchanged(step - 1 - state.consecutive_skips)
-        alternatives = ", or ".join(
-            f"`health.{key}: {other}` {effect}" for other, effect in _REACTIONS if other != action
-        )
+        other = "rollback" if action == "skip" else "skip"
+        updated = step - 1 - state.consecutive_skips
         return StepDecision(
             "stop",
-            f"{reason}{obstacle}. {unchanged}",
-            f"{remedy}. Alternatively, set {alternatives}",
+            f"{reason}{obstacle}. The weights are those of step {updated}, and no later step is "
+            "saved",
+            f"{remedy}. Alternatively, set `health.{key}: {other}`",
         )
 
     def _obstacle(self, action: str, can_go_back: bool) -> str:
@@ -294,11 +288,3 @@ class Health:
             f"the loss jumped to {loss:.4f}; the last {len(losses)} steps had a median of "
             f"{median:.4f}"
         )
-
-
-def _unchanged(step: int) -> str:
-    """Return a sentence about the weights of a run that stops before the update of a step.
-
-    `step` is the last step that updated the weights.
-    """
-    return f"The weights are those of step {step}, and no later step is saved"

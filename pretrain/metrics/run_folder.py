@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import metadata
@@ -60,8 +61,7 @@ class StoredCopy(Protocol):
 
     def restore(self) -> None: ...
     def claim(self) -> None: ...
-    def store(self) -> None: ...
-    def go_back(self, step: int) -> None: ...
+    def store(self) -> Future[str]: ...
     def close(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
@@ -127,14 +127,6 @@ class RunFolder(ExitStack):
             self.stored.claim()
             self.push(self.stored.close)
 
-    def go_back(self, step: int) -> None:
-        """Let no later start restore the run from a stored checkpoint after `step`.
-
-        Raises InputError if the address in object storage cannot be written.
-        """
-        if self.stored is not None:
-            self.stored.go_back(step)
-
     def _refuse(self, holder: str) -> None:
         """Raise InputError because `holder` has locked the folder."""
         raise InputError(
@@ -193,7 +185,6 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     versions = {package: version for package in PACKAGES if (version := version_of(package))}
     system = f"{platform.system()} {platform.machine()}"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF")
     return {
         "python": platform.python_version(),
         "system": system,
@@ -201,7 +192,6 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
         "packages": versions,
         "cuda": torch.version.cuda,
         "gpus": gpus,
-        "allocator": allocator or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }

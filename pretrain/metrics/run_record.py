@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import re
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -530,10 +529,7 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         speed += f", {percent(figures['mfu_bf16_peak'])} MFU"
     waited = percent(figures["data_wait_share"])
     rows["speed"] = f"{speed} (median), {waited} of the time waiting for data"
-    _, device = run.devices
-    of = "whole process" if device == "CPU" else "peak of tensors on a GPU"
-    rows["memory"] = f"{memory(figures['memory_gib'])} ({of})"
+    rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
-    rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
     return f"{run.name}: done", rows

@@ -27,7 +27,7 @@ from accelerate.tracking import (
     get_available_trackers,
 )
 
-from foundation.errors import InputError, as_input_error
+from foundation.errors import InputError, as_input_error, one_line
 from foundation.files import replace_file, without_links, write_json
 from foundation.settings import flatten
 from pretrain.metrics.run_folder import METRICS_FILE, STATISTICS_FILE, TRACKERS_FILE
@@ -229,16 +229,12 @@ class Trackers:
 
 def check_trackers(log: LogSettings) -> None:
     """Raise InputError if a tracker is not installed, or if Accelerate does not support it."""
-    for name in sorted({*log.trackers} - {"jsonl"}):
-        if name not in LOGGER_TYPE_TO_CLASS:
+    available = {"jsonl", *map(str, get_available_trackers())}
+    for name in log.trackers:
+        if name not in available:
             raise InputError(
-                f"`log.trackers`: there is no tracker {name!r}; choose one of "
-                f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            )
-        if name not in map(str, get_available_trackers()):
-            raise InputError(
-                f"`log.trackers`: {name!r} is not installed; either run `pip install "
-                f"{name.replace('_', '-')}`, or remove {name!r} from the list"
+                f"`log.trackers`: the tracker {name!r} is not installed; run `pip install "
+                f"{name.replace('_', '-')}`, or choose from {', '.join(sorted(available))}"
             )
 
 
@@ -247,6 +243,5 @@ def _describe(error: Exception) -> str:
 
     Passwords and query strings are removed from URLs in the message.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
     secret = r"(?<=//)[^/\s]*@|\?[^\s\"')]*=[^\s\"')]*"
-    return re.sub(secret, "", text)[:300]
+    return re.sub(secret, "", one_line(error, named=True))

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.units import percent
 from pretrain.metrics.console import Console
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.observe.observers import Observer, Step
+from pretrain.observe.product_check import largest_magnitude
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
@@ -116,8 +116,7 @@ def warning_of(
         worst = max(above, key=lambda record: record[key])
         description, remedy = LOST_VALUES[key]
         lost = f"{percent(worst[key])} of {worst['layer']}'s {worst['operand']} {description}"
-        number_above = f"{len(above)} of {len(records)} operands are above {percent(limit)}"
-        warnings.append(f"{lost} ({number_above}); {remedy} loses less")
+        warnings.append(f"{lost}; {remedy} loses less")
     return f"step {number}: {'; '.join(warnings)}" if warnings else None
 
 
@@ -143,7 +142,6 @@ class OperandStatistics(Probe):
         # scales by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
-        self._of_experts: dict[tuple[str, Role], Tensor] = {}
         # torch's default generators are not used, because drawing from them would change the random
         # numbers of the training.
         self._generator = functools.cache(lambda device: torch.Generator(device).manual_seed(0))
@@ -158,26 +156,13 @@ class OperandStatistics(Probe):
         operands. The figures of these calls are added up.
         """
         x = values()
-        ends = call.ends
-        # The infinity norm is the largest magnitude. It makes no copy of x.
-        amax = torch.linalg.vector_norm(x, math.inf).float()
+        amax = largest_magnitude(x)
         scale = of_operand(self._state, name, role, "scale") if self._state else None
         scaling = self.precision.scaling(role)
-        blocks, first_rows = sample(x, scaling, self._generator(x.device))
+        blocks = sample(x, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
-        if ends is None:
-            return
-        # The expert of each sampled block.
-        if role == "weight":
-            experts = first_rows // (len(x) // len(ends))
-        else:
-            experts = torch.searchsorted(ends.long(), first_rows, right=True)
-        # Add up the counts [2, blocks, values of a block] of the blocks of each expert.
-        counts = torch.stack(nonzero_and_lost(rows, quantized)).reshape(2, len(blocks), -1)
-        of_experts = counts.sum(2).double() @ F.one_hot(experts, len(ends)).double()
-        self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
         """Return a dict of statistics for each operand that was observed.
@@ -196,26 +181,22 @@ class OperandStatistics(Probe):
         """Return the statistics of an operand from its `figures`, see `measure`."""
         amax, log2_scale, scaled, nonzero, underflowed, finite, saturated = figures
         scale = math.exp2(log2_scale / scaled) if scaled else None
-        record = {"layer": name, "operand": role, "amax": amax, "scale": scale}
-        record["underflow"] = underflowed / max(nonzero, 1)
-        record["saturation"] = saturated / max(finite, 1)
-        counts = self._of_experts.get((name, role))
-        if counts is not None:
-            record["underflow_of_experts"] = [
-                lost / of_expert if of_expert else None for of_expert, lost in counts.t().tolist()
-            ]
-        return record
+        return {
+            "layer": name,
+            "operand": role,
+            "amax": amax,
+            "scale": scale,
+            "underflow": underflowed / max(nonzero, 1),
+            "saturation": saturated / max(finite, 1),
+        }
 
 
-def sample(x: Tensor, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample blocks of values of `x` at random, or return all blocks if there are few.
+def sample(x: Tensor, scaling: Scaling, generator: torch.Generator) -> Tensor:
+    """Return the values of n blocks [n, values] of `x`: a random sample, or all if there are few.
 
     x: the operand [rows, features], of any dtype and strides.
     scaling: the shape of the format's blocks.
     generator: draws the blocks.
-
-    Returns the values of n sampled blocks [n, values], and the index of each block's first row,
-    int64 [n].
     """
     size = scaling.block or math.gcd(x.shape[1], PIECE)
     height = size if scaling.square else 1
@@ -227,19 +208,7 @@ def sample(x: Tensor, scaling: Scaling, generator: torch.Generator) -> tuple[Ten
         chosen = torch.randint(down * across, (most,), generator=generator, device=x.device)
     else:
         chosen = torch.arange(down * across, device=x.device)
-    row = chosen // across
-    return blocks[row, chosen % across].flatten(1), row * height
-
-
-def nonzero_and_lost(x: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """Return two bool tensors of the shape of `x`, for nonzero values and for lost values.
-
-    The first tensor is True where `x` is not zero. The second one is True where `x` is not zero and
-    its quantized value is zero.
-    """
-    # The comparison is False for NaN.
-    is_nonzero = x.abs() > 0
-    return is_nonzero, is_nonzero & (quantized.operand == 0)
+    return blocks[chosen // across, chosen % across].flatten(1)
 
 
 def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
@@ -261,8 +230,9 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     magnitude = x.abs()
     decode = (quantized.block_scale * quantized.tensor_scale).expand_as(x)
     grid = quantized.grid
-    is_nonzero, is_lost = nonzero_and_lost(x, quantized)
-    # The comparison is False for NaN.
+    # The comparisons are False for NaN.
+    is_nonzero = magnitude > 0
+    is_lost = is_nonzero & (quantized.operand == 0)
     is_finite = magnitude < math.inf
     # The scale of an NVFP4 block can be zero. Then all values of the block become zero, whatever
     # their codes are.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -277,7 +277,7 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
         )
     build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
     optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
-    set_weights(built.hf, built.values, optimizer)
+    set_weights(built.hf, lambda name: built.values.pop(name, None), optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
     return Assembly(
@@ -324,20 +324,20 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
 
-def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: ExactAdamW) -> None:
-    """Load `values`, which `build_model` has returned, into parameters that are on their devices.
+def set_weights(
+    hf: PreTrainedModel, read: Callable[[str], Tensor | None], optimizer: ExactAdamW
+) -> None:
+    """Set the values of parameters that are on their devices.
 
     hf: the model.
-    values: map names of parameters to values. Under FSDP2, the first rank has the values of all
-        parameters, and the values of other ranks are not used. Without FSDP2, a parameter without a
-        value keeps the one it has. Each value is removed from the dict when it is loaded, so that
-        its memory can be used for the next parameter.
+    read: returns the value of a parameter by its name. With None, the parameter keeps its value.
+        Under FSDP2, only the values of the first rank are used, and it must have all of them.
     optimizer: the optimizer. With `weights: bf16_exact`, it stores the lower 16 bits of each FP32
         value as a remainder.
     """
     dtype = torch.float32 if optimizer.exact else hf.dtype
     for name, parameter in hf.named_parameters():
-        value = values.pop(name, None)
+        value = read(name)
         if isinstance(parameter, DTensor):
             # All ranks call this function, most of them with None.
             value = part_from_first(value, parameter, dtype)

@@ -21,7 +21,6 @@ from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_spac
 from pretrain.checkpoint.format import DTYPE_NAMES, read_manifest
 from pretrain.checkpoint.state import TrainState, changed_keys
 from pretrain.metrics.health import (
-    MOST_ROLLBACKS,
     Health,
     HealthState,
     StepDecision,
@@ -31,10 +30,10 @@ from pretrain.metrics.health import (
 from pretrain.metrics.run_record import read_metrics
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
-from pretrain.optimizer.exact_weights import master_of
 from pretrain.precision.product import PREFIX
-from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.assembly import REHEARSALS, Assembly
+from pretrain.precision.settings import Weights
+from pretrain.run.assembly import REHEARSALS, Assembly, set_weights
+from pretrain.run.export import tensor_reader
 from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
@@ -227,46 +226,30 @@ def load_weights(
     """Load weights, moments and histories, and return notes for the user.
 
     mode: the setting `weights` of the recipe. If the checkpoint was saved with another value of
-        this setting, its weights are read in their stored dtype, converted to FP32, and stored in
-        the model as `mode` requires.
+        this setting, its weights are converted as in an export.
 
     Histories of delayed scaling are loaded only if the checkpoint has exactly the histories that
     the run has.
     """
     saved: Weights = source.record["identity"]["weights"]
-    optional = (PREFIX, "remainder/")
     live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(source, assembly)
+    optional = (PREFIX, "remainder/")
     if saved == mode:
         checkpoints.load(source.path, live, optional=optional)
         return []
-    dtype = getattr(torch, WEIGHT_DTYPES[saved])
-    parameters = dict(assembly.hf.named_parameters())
-    tensors = {name: tensor for name, tensor in live.items() if not name.startswith("remainder/")}
-    for name, parameter in parameters.items():
-        tensors[name] = torch.empty_like(parameter, dtype=dtype)
-    # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
-    # `bf16` uses the stored BF16 weights. They differ from FP32 weights that hardware rounds to
-    # BF16 only if an FP32 weight is exactly between two BF16 values.
-    if (saved, mode) == ("bf16_exact", "fp32"):
-        for name, parameter in parameters.items():
-            tensors[f"remainder/{name}"] = torch.empty_like(parameter, dtype=torch.int16)
-    checkpoints.load(source.path, tensors, optional=optional)
-    for name, parameter in parameters.items():
-        weight = local_part(tensors.pop(name))
-        remainder = tensors.pop(f"remainder/{name}", None)
-        remainder = None if remainder is None else local_part(remainder)
-        assembly.optimizer.set_master(parameter, master_of(weight, remainder))
-    if mode == "bf16":
-        return [
-            f"weights: converted from {saved} to {mode}; the lower 16 bits of each weight are LOST"
-        ]
-    return [
-        f"weights: converted from {saved} to {mode} without loss; all further updates are exact"
-    ]
+    weights = tuple(name for name, _ in assembly.hf.named_parameters())
+    for name in weights:
+        del live[name]
+        live.pop(f"remainder/{name}", None)
+    checkpoints.load(source.path, live, optional=(*optional, *weights))
+    read = tensor_reader([source.path], assembly.hf, "bf16" if mode == "bf16" else "fp32")
+    set_weights(assembly.hf, read, assembly.optimizer)
+    loss = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "without loss"
+    return [f"weights: converted from {saved} to {mode}; {loss}"]
 
 
 def require_restored(source: ResumePoint, run: Run) -> None:
-    """Raise TrainingHalted if tensors or counters of the run differ from the checkpoint.
+    """Raise TrainingHalted if tensors of the run differ from the checkpoint.
 
     All ranks must call this function. The checksums of weights, moments, remainders and histories
     are compared. Tensors that were converted to another dtype are not compared.
@@ -280,41 +263,13 @@ def require_restored(source: ResumePoint, run: Run) -> None:
     ]
     present = checksums({name: live[name] for name in sorted(same_dtype)})
     wrong = [name for name in present if saved[name].weighted_sum != present[name]]
-    wrong += wrong_counters(source, run)
     if wrong:
         raise TrainingHalted(
             source.step,
-            f"{source.path}: after loading, {len(wrong)} tensors or counters differ from the "
-            f"checkpoint: {some_of(wrong)}. No step was trained. The fault lies in the code or in "
-            "the device, not in the recipe",
+            f"{source.path}: after loading, {len(wrong)} tensors differ from the checkpoint: "
+            f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
+            "not in the recipe",
         )
-
-
-def wrong_counters(source: ResumePoint, run: Run) -> list[str]:
-    """Return a text such as "place is 31, not 32" for each counter that the checkpoint contradicts.
-
-    The expected values are computed from state.json, and not by the methods of `source`, because
-    this check covers these methods. After a rollback, the place is that of the checkpoint plus the
-    packs of all steps that the run has discarded since then. The place is not checked if the recipe
-    has changed since then, because it may have changed the number of packs in a step.
-    """
-    job = run.job
-    state = asdict(run.state)
-    saved = source.record["progress"]
-    # The number of discarded steps is checked by the place.
-    expected = saved | {"steps": job.plan.steps, "left_out": state["left_out"]}
-    expected["place"] = state["place"]
-    if all(change["step"] <= source.step for change in run.past["changed"]):
-        tokens = saved["place"] * source.record["identity"]["data.length"]
-        if source.is_of_another_stream(job):
-            tokens = 0
-        discarded = (state["left_out"] - saved["left_out"]) * job.plan.packs_per_step
-        expected["place"] = math.ceil(tokens / job.recipe.data.length) + discarded
-    return [
-        f"{key} is {value:,}, not {expected[key]:,}"
-        for key, value in state.items()
-        if value != expected.get(key, value)
-    ]
 
 
 def loadable_histories(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
@@ -360,7 +315,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     does not use the saved precision. If the checkpoint has no suitable histories of delayed
     scaling, the histories are filled from some packs.
 
-    Raises TrainingHalted if loaded tensors or counters differ from the checkpoint.
+    Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
     require_restored(source, run)
     schedule = run.assembly.schedule
@@ -438,8 +393,8 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     }
     skipped = plural(discarded, "step")
     run.console.warning(
-        f"{reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: the run goes back to {path}; "
-        f"the packs of {skipped} after step {step} are skipped"
+        f"{reason}. Rollback {rollbacks}: the run goes back to {path}, and the packs of {skipped} "
+        "after it are skipped"
     )
     # Only a run without a checkpoint of its own goes back to a checkpoint of another run.
     is_own = run.checkpoints.owns(path)

@@ -18,8 +18,7 @@ from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
 from pretrain.precision.settings import PRECISIONS, QUANTIZED, phases_of
 from pretrain.settings.commands import USUAL
-from pretrain.settings.config import branch_checkpoint, load_recipe
-from pretrain.settings.recipe import Recipe
+from pretrain.settings.config import load_recipe
 
 # ── train, plan and doctor ────────────────────────────────────────────────────────────────────────
 
@@ -67,21 +66,9 @@ def check_precisions(options: argparse.Namespace, *further: str) -> None:
 def check_evaluate(options: argparse.Namespace) -> None:
     """Check the recipe, the checkpoint of --resume, and the precisions."""
     path, overrides, _ = arguments_of_evaluate(options)
-    recipe = load_recipe(path, overrides)
+    load_recipe(path, overrides)
     check_precisions(options, "all")
     check_checkpoint(options.resume)
-    folder = options.recipe
-    if folder.is_dir() and options.resume == "auto" and branch_checkpoint(recipe) is None:
-        require_weights(folder, recipe, has_checkpoint=newest_in(folder) != folder)
-
-
-def require_weights(run_dir: Path, recipe: Recipe, *, has_checkpoint: bool) -> None:
-    """Raise InputError if there is neither a checkpoint to evaluate nor weights in a source."""
-    if not has_checkpoint and recipe.model.weights_source is None:
-        raise InputError(
-            f"`run_dir`: {run_dir} has no checkpoint; either pass a checkpoint to --resume, or set "
-            "`model.source`"
-        )
 
 
 def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str], list[str]]:
@@ -183,8 +170,8 @@ def check_sample(options: argparse.Namespace) -> None:
     """Check the options of sampling and the folder of the model."""
     if not (options.temperature >= 0 and 0 < options.top_p <= 1):
         raise InputError(
-            f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: set "
-            "--temperature to 0 or more, and --top-p to a number above 0 and not above 1"
+            "command line: set --temperature to 0 or more, and --top-p to a number above 0 and not "
+            "above 1"
         )
     model_folder(options.folder)
 
@@ -197,22 +184,15 @@ def model_folder(folder: Path) -> Path:
     if (folder / "final").is_dir():
         folder = folder / "final"
     if not (folder / "config.json").is_file():
-        # `folder` may be a recipe, or a run folder without the precision at the end of its name.
-        name = f"{folder.stem}*/final"
-        runs = {str(path.parent) for path in (*folder.parent.glob(name), *Path("runs").glob(name))}
         raise InputError(
-            f"{folder}: this is not a folder with a model; "
-            f"choose {' or '.join(sorted(runs)) or 'a finished run'}, or create such a folder with "
-            "`python -m pretrain export RUN_OR_CHECKPOINT`"
+            f"{folder}: this is not a folder with a model; choose a finished run, or create such a "
+            "folder with `python -m pretrain export RUN_OR_CHECKPOINT`"
         )
     # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
     if not (folder / "tokenizer_config.json").is_file():
-        ids = load_object(folder / "config.json", "export the model again").get("vocab_size")
         raise InputError(
             f"{folder}: the model has no tokenizer, because its packs name none; save the "
-            f"tokenizer of its {ids} token ids into this folder (for GPT-2's 50257 ids, "
-            "AutoTokenizer.from_pretrained('openai-community/gpt2').save_pretrained("
-            f"{str(folder)!r})), or prepare packs from text with `data.tokenizer`; meta.pkl of "
-            "nanoGPT is not read, because loading a pickle can execute code"
+            "tokenizer of its token ids into this folder, by `save_pretrained` of transformers' "
+            "tokenizer, or prepare packs from text with `data.tokenizer`"
         )
     return folder

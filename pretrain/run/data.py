@@ -158,10 +158,8 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
     packed = data.tokenizer.get("fingerprint")
     if fingerprint and packed and packed != fingerprint:
         raise InputError(
-            f"{data.train.path}: the packs were made with another tokenizer "
-            f"({data.tokenizer.get('name')}, {packed[:12]}) than the model's "
-            f"({fingerprint[:12]}); prepare the packs with the model's tokenizer "
-            "(`data.tokenizer`)"
+            f"{data.train.path}: the packs were made with another tokenizer than the model's; "
+            "prepare the packs with the model's tokenizer (`data.tokenizer`)"
         )
     for split in filter(None, (data.train, data.held_out)):
         for packs in split.by_source.values():

@@ -28,7 +28,7 @@ from pretrain.launch.environment import with_precision
 from pretrain.launch.launcher import count_gpus
 from pretrain.metrics.console import Console
 from pretrain.model.configuration import load_config
-from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
+from pretrain.model.distributed import as_launched, end_processes
 from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import (
     OPTIONS,
@@ -40,7 +40,7 @@ from pretrain.precision.settings import (
 )
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
-from pretrain.run.command_checks import arguments_of_evaluate, require_weights
+from pretrain.run.command_checks import arguments_of_evaluate
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:
-            folder = packing_folder(recipe, accelerator, stack)
+            folder = packing_folder(recipe, stack)
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
@@ -88,25 +88,19 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
+def packing_folder(recipe: Recipe, stack: ExitStack) -> Path:
     """Create a temporary folder for the packs of the dataset on the command line.
 
-    All ranks must call this function. Return the path of the folder. The folder contains a link
-    `packs` to the packs of `recipe`. Only the present user can read the folder. On each machine,
-    the first process creates the folder, sends its path to the other processes, and deletes the
-    folder when `stack` ends. The next command deletes the folder of a killed process.
+    Return the path of the folder. Each process has a folder of its own, with a link `packs` to the
+    packs of `recipe`. Only the present user can read the folder. It is deleted when `stack` ends.
+    The next command deletes the folder of a killed process.
     """
-    created = None
-    if accelerator.is_local_main_process:
-        parent = Path(tempfile.gettempdir())
-        created = stack.enter_context(scratch_folder(parent / f"evaluate-{os.getuid()}"))
-        created.chmod(0o700)
-        first, *_ = training_sources(recipe.data).values()
-        (created / "packs").symlink_to(first.packs.absolute())
-    # Choose the folder of this machine. On each machine, the process with the lowest rank creates a
-    # folder. So among the ranks from 0 to this rank, the last one with a folder is on this machine.
-    up_to_this_rank = from_all_ranks(created)[: accelerator.process_index + 1]
-    return [folder for folder in up_to_this_rank if folder][-1]
+    parent = Path(tempfile.gettempdir())
+    folder = stack.enter_context(scratch_folder(parent / f"evaluate-{os.getuid()}"))
+    folder.chmod(0o700)
+    first, *_ = training_sources(recipe.data).values()
+    (folder / "packs").symlink_to(first.packs.absolute())
+    return folder
 
 
 def dataset_overrides(dataset: str, folder: Path) -> list[str]:
@@ -224,7 +218,11 @@ def load_assembly(
         )
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
-    require_weights(job.run_dir, job.recipe, has_checkpoint=source is not None)
+    if source is None and job.recipe.model.weights_source is None:
+        raise InputError(
+            f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
+            "set `model.source`"
+        )
     assembly = assemble(job, accelerator)
     if source is not None:
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
@@ -305,8 +303,7 @@ def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:
     merged = checkpoints_to_merge(newest_in(job.run_dir), job.recipe.evaluate.merge, job.recipe)
     read = tensor_reader(merged, assembly.hf, "bf16" if job.recipe.weights == "bf16" else "fp32")
     # Buffers are not loaded, because training does not change them.
-    weights = {name: read(name) for name, _ in assembly.hf.named_parameters()}
-    set_weights(assembly.hf, weights, assembly.optimizer)
+    set_weights(assembly.hf, read, assembly.optimizer)
     # Quantize the loaded weights, and fill the histories of delayed scaling.
     assembly.start_precision(assembly.context.current, job, accelerator)
     figures = held_out_figures(job, assembly.model, accelerator)

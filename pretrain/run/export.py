@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from foundation.units import cell, count, percent, plural
+from foundation.units import cell, count, plural
 from packing.arrow import Packs
 from packing.settings import HUB_NAME
 from packing.store import open_packs
@@ -190,7 +190,7 @@ def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[
     if len(merged) < number:
         raise InputError(
             f"{checkpoint.parent}: {plural(len(merged), 'checkpoint')} can be merged instead of "
-            f"{number}: {checkpoint.name}, and earlier ones of multiples of `checkpoint.every`; "
+            f"{number}, because all but the last must be of multiples of `checkpoint.every`; "
             "either merge fewer, or train with a larger `checkpoint.keep`"
         )
     for folder in merged:
@@ -225,9 +225,9 @@ def forward_scales(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Return the tokenizer that the run in `run_dir` was trained with, as a tuple (tokenizer, "").
+    """Return the tokenizer that the run in `run_dir` was trained with.
 
-    If the tokenizer is missing or has changed, return the tuple (None, reason).
+    If the tokenizer is missing or has changed, return None and the reason.
     """
     try:
         environment = load_object(run_dir / "environment.json", "start the run again to write it")
@@ -243,8 +243,7 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
         return None, (
             f"the tokenizer of {recipe.data.packs} has changed since the training; restore it"
         )
-    no_file = f"neither `data.tokenizer` nor {recipe.data.packs} has a tokenizer.json"
-    return tokenizer, "" if tokenizer else no_file
+    return tokenizer, "neither `data.tokenizer` nor the packs have a tokenizer.json"
 
 
 # ── The end of a run ──────────────────────────────────────────────────────────────────────────────
@@ -352,24 +351,10 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
-    """Map the titles of rows in the card's table to their texts."""
-    data = run.config["data"]
+    """Map titles of rows in the card's table to facts that the settings below do not have."""
     figures = run.summary
-    shares = [
-        f"{percent(part['weight'])} {part.get('source') or part['name']}"
-        for part in data.get("sources") or ()
-    ]
     emulated = ", emulated in software" if run.emulated else ""
-    source = data.get("source") or f"packs in {data['packs']}"
-    rows = {"data": ", ".join(shares) or source}
-    epochs = f"{figures['epoch']:.3g} epochs"
-    rows["tokens"] = f"{figures['tokens']:,}, padding included; {epochs}"
-    rows["precision"] = f"{run.precision}{emulated}; weights {run.config['weights']}"
-    if trunk := run.config["train"]["begin_with"]:
-        rows["first steps"] = (
-            f"the first {run.steps[0]['step'] - 1:,} of these steps were trained by another run: "
-            f"{trunk}"
-        )
+    rows = {"precision": f"{run.precision}{emulated}"}
     rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of {run.averaged_steps}"

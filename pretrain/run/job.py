@@ -195,7 +195,7 @@ def prepare_job(
     training = _training_of(checked, flops, data, overrides)
     plan = plan_for(training, shapes, _devices_of(accelerator, checked.phases))
     if plan.devices.type == "cpu":
-        plan = use_one_thread(plan)
+        use_one_thread(plan)
     cuda_graphs(plan, shapes)
     if plan.recipe.optimizer.offload != "none" and plan.devices.type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
@@ -344,18 +344,15 @@ def _training_of(
     return Training(recipe, precisions, flops, mean_squared, packs, mixture, notices)
 
 
-def use_one_thread(plan: Plan) -> Plan:
-    """Let torch use one thread if the model is small, and return the plan with a notice about it.
+def use_one_thread(plan: Plan) -> None:
+    """Let torch use one thread if the model is small.
 
     The choice depends only on the recipe, because the number of threads changes the order of sums.
     A number in OMP_NUM_THREADS is not changed.
     """
     tokens = plan.expected_microbatch * plan.recipe.data.length
-    if tokens * plan.flops.shape.hidden >= FEW_VALUES or "OMP_NUM_THREADS" in os.environ:
-        return plan
-    torch.set_num_threads(1)
-    notice = "one thread, because the model is small (OMP_NUM_THREADS sets another number)"
-    return replace(plan, notices=[*plan.notices, notice])
+    if tokens * plan.flops.shape.hidden < FEW_VALUES and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def cuda_graphs(plan: Plan, shapes: PreTrainedModel) -> str:

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.reading import load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.folders import MANIFEST, STATE, newest_in, step_folders
+from pretrain.checkpoint.folders import newest_in
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
-from pretrain.optimizer.schedule import describe, learning_rate
+from pretrain.optimizer.schedule import learning_rate
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
@@ -69,9 +68,7 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = dict(self.record["health"])
-        # Checkpoints of runs that measured `log.gap` have this key.
-        saved.pop("usual_gap", None)
+        saved = self.record["health"]
         if self.is_branch:
             return HealthState(losses=saved["losses"])
         return HealthState(**saved)
@@ -132,7 +129,11 @@ def where_to_resume(
         require_no_other_training(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
-        source = require_fitting(source, job, accept_changes, step_folders(checkpoints.folder))
+        changes = changes_since(source.record, job)
+        if not accept_changes:
+            require_same_training(source, changes, job)
+        require_steps_to_train(source, job)
+        source = with_changes(source, changes)
         if job.recipe.loss.chunk == "auto":
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
@@ -171,11 +172,6 @@ def find_checkpoint(
         )
     if branch_from is None:
         return None
-    if not (branch_from / MANIFEST).is_file():
-        raise InputError(
-            f"`train.begin_with`: {branch_from} is not a checkpoint; set it to a step-* folder in "
-            "the `checkpoints` of a run"
-        )
     return ResumePoint(branch_from, checkpoints.read_state(branch_from), is_branch=True)
 
 
@@ -221,26 +217,15 @@ def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
     return ScheduleSettings(**settings), peak, record["progress"]["steps"]
 
 
-def lines_of(changes: Changes, record: Mapping[str, Any], job: Job) -> dict[str, str]:
-    """Map each changed key to a line of text with its saved and its present value.
-
-    record: the content of the checkpoint's state.json.
-
-    The settings of the schedule have one line together, with the key "schedule". The result has
-    this line if the schedules differ, even if they do not differ in past steps.
-    """
-    lines = {}
-    before = describe(*saved_schedule(record))
-    now = describe(*present_schedule(job))
-    if before != now:
-        lines["schedule"] = f"schedule: saved {before}; now {now}"
-    for key, (saved, present) in changes.items():
-        if not key.startswith(_SCHEDULE):
-            lines[key] = f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
-    return lines
+def lines_of(changes: Changes) -> list[str]:
+    """Return a line of text for each changed key, with its saved and its present value."""
+    return [
+        f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
+        for key, (saved, present) in changes.items()
+    ]
 
 
-def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
+def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:
     """Return `source` with its `notes` and its `past` filled in.
 
     changes: the result of `changes_since`.
@@ -255,11 +240,10 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
         metrics.jsonl does not record its rollbacks. Then the number is taken from the checkpoint's
         counters, which count all rollbacks.
 
-    `notes` has a line for the schedule, if it differs, and a line for every other change. Two kinds
-    of changes that follow from another change have no line: `train.begin_with` of a branch, and
-    options in `fp8_config` that are new because the precision has changed.
+    `notes` has a line for each change.
     """
-    return replace(source, notes=_notes(source, changes, job), past=_past(source, changes))
+    notes = [f"the recipe has changed: {line}" for line in lines_of(changes)]
+    return replace(source, notes=notes, past=_past(source, changes))
 
 
 def _past(source: ResumePoint, changes: Changes) -> dict[str, Any]:
@@ -271,16 +255,6 @@ def _past(source: ResumePoint, changes: Changes) -> dict[str, Any]:
         changed.append({"step": source.step, "was": was})
     counted = past if source.in_run_folder else source.record["progress"]
     return {"changed": changed, "left_out": counted["left_out"]}
-
-
-def _notes(source: ResumePoint, changes: Changes, job: Job) -> list[str]:
-    """Return the `notes` of `source`. See `with_changes`."""
-    implied = {"train.begin_with"} if source.is_branch else set()
-    if "precision" in changes:
-        new_options = [key for key, (saved, _) in changes.items() if saved is None]
-        implied.update(key for key in new_options if key.startswith("fp8_config."))
-    lines = lines_of(changes, source.record, job)
-    return [f"the recipe has changed: {lines[key]}" for key in lines if key not in implied]
 
 
 def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
@@ -316,41 +290,19 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
 
 
-def require_fitting(
-    source: ResumePoint, job: Job, accept_changes: bool, run_checkpoints: Iterable[Path] = ()
-) -> ResumePoint:
-    """Return `source` with its notes and its past if the job may continue it.
-
-    accept_changes: True to accept a checkpoint of another recipe.
-    run_checkpoints: see `require_same_training`.
-
-    Raises InputError as `require_same_training` and `require_steps_to_train` do.
-    """
-    changes = changes_since(source.record, job)
-    if not accept_changes:
-        require_same_training(source, changes, job, run_checkpoints)
-    require_steps_to_train(source, job)
-    return with_changes(source, changes, job)
-
-
-def require_same_training(
-    source: ResumePoint, changes: Changes, job: Job, run_checkpoints: Iterable[Path]
-) -> None:
+def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
     changes: the result of `changes_since`. The message lists them. It suggests --accept-changes
         unless the optimizer has changed or no step is left to train.
-    run_checkpoints: the checkpoints of the run folder.
 
-    If only the schedule or the length of the training has changed, the message suggests a
-    checkpoint of `run_checkpoints` that may be continued with the new schedule. No error is raised
-    if only these have changed and the checkpoint is past the new end: `require_steps_to_train` has
-    a simpler message for this case.
+    No error is raised if only the schedule or the length of the training has changed and the
+    checkpoint is past the new end: `require_steps_to_train` has a simpler message for this case.
     """
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    lines = "".join(f"  {line}\n" for line in lines_of(changes, source.record, job).values())
+    lines = "".join(f"  {line}\n" for line in lines_of(changes))
     message = (
         f"{source.path}: the checkpoint was made by another recipe:\n{lines}"
         "To start a new run, set another `name` or `run_dir`, without --resume."
@@ -359,14 +311,7 @@ def require_same_training(
     if "optimizer.name" not in changes and source.step < job.plan.steps:
         message += " To continue this run with the present values, pass --accept-changes."
     if only_schedule:
-        for path in run_checkpoints:
-            record = load_object(path / STATE, "choose another checkpoint")
-            if path != source.path and repeats_past(record, job):
-                message += (
-                    " To continue with this schedule, pass an earlier checkpoint to --resume: "
-                    f"{path}."
-                )
-                break
+        message += " To continue with this schedule, pass an earlier checkpoint to --resume."
     raise InputError(message)
 
 

@@ -104,8 +104,6 @@ class Run:
         notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
-        if "needs the package flash-attn-4" in self.job.plan.attention.reason:
-            self.console.notice(f"attention: the {self.job.plan.attention.reason}")
         self._take_over_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",
@@ -172,10 +170,8 @@ class Run:
         with self.console.progress("auditing the precision of products"):
             self.assembly.start_precision(active, self.job, self.accelerator)
         self.write_audit()
-        layers = console_rows(self.assembly.audit)["layers"].replace("\n", "; ")
         self.console.notice(
-            f"the precision changes from {before} to {active.name} after step {self.state.step}; "
-            f"observed layers: {layers}"
+            f"the precision changes from {before} to {active.name} after step {self.state.step}"
         )
 
     def frozen_share_and_code(self, stop_code: Callable[[], int]) -> tuple[float, int]:
@@ -278,10 +274,9 @@ def open_console(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> 
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     console.notice(*job.plan.notices, *notices)
-    # Several phases may have the same notice. `dict.fromkeys` removes duplicates and keeps the
-    # order.
-    for text in dict.fromkeys(active.notice for active in job.plan.precisions if active.notice):
-        console.warning(text)
+    for active in job.plan.precisions:
+        if active.notice:
+            console.warning(active.notice)
     return console
 
 
@@ -313,18 +308,8 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     Raises InputError if the launch would be refused.
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
-    lines = [
-        render(job.plan),
-        *(
-            f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
-            f"precision={active.requested}`; training in emulation here needs "
-            "`fp8_config.on_unsupported: emulate`"
-            for active in job.plan.precisions
-            if active.reason
-        ),
-    ]
+    lines = [render(job.plan)]
     if source is not None:
-        verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
-        lines += [f"{verb} {source.path}", *source.notes]
+        lines += [f"the run continues from {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0

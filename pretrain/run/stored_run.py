@@ -17,13 +17,12 @@ and the stored run is the one that is continued.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ from foundation.errors import InputError
 from foundation.files import new_folder, process_name, without_links
 from foundation.progress import say
 from foundation.storage import download, is_address, list_objects, open_storage
-from pretrain.checkpoint.folders import MANIFEST, STATE, step_folder
-from pretrain.metrics.run_folder import CONFIG_FILE, SUMMARY_FILE, RunFolder, check_ours
-from pretrain.run.job import Job
-from pretrain.run.resume_point import ResumePoint, require_fitting
+from pretrain.checkpoint.folders import MANIFEST, step_folders
+from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder, check_ours
 
 # Object with the name of the process that stores a run, and its copy in the run folder.
 _WRITER = ".writer"
@@ -43,9 +40,6 @@ _OURS = re.compile(
     r"checkpoints/step-\d{8,}/(manifest|state|(model|optimizer)-[\w-]+)\.(json|safetensors)"
     r"|(final/)?[^./][^/]*"
 )
-# Function that is called with the path of a checkpoint when it is restored, and with its state. It
-# raises InputError if this start may not continue the checkpoint.
-Check = Callable[[Path, dict[str, Any]], object]
 
 
 class StoredRun:
@@ -54,25 +48,14 @@ class StoredRun:
     Args:
         address: Address of the copy, such as s3://bucket/run.
         folder: The run folder on this machine.
-        check: Called before the run is restored, with the checkpoint that is continued.
-        requested: Value of --resume. If it is not a checkpoint with the name of a stored one,
-            `check` is called with the newest stored checkpoint.
 
     Raises:
         InputError: The address cannot be read, or has objects but no run.
     """
 
-    def __init__(
-        self,
-        address: str,
-        folder: Path,
-        check: Check = lambda path, state: None,
-        requested: str = "auto",
-    ) -> None:
+    def __init__(self, address: str, folder: Path) -> None:
         self.address = address
         self.folder = folder
-        self._check = check
-        self._requested = requested
         # Name of this process, different from the name of any other process.
         self._name = f"{process_name()}, {secrets.token_hex(4)}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storing")
@@ -97,15 +80,6 @@ class StoredRun:
             is_from_here = local.is_file() and local.read_text(encoding="utf-8") == writer
             if is_from_here and newest <= _newest(self._markers()):
                 return
-            if not newest:
-                raise InputError(
-                    f"{self.address}: has a finished run without checkpoints, which this training "
-                    "would replace; set another `run_dir`"
-                )
-            manifest = f"checkpoints/{Path(self._requested).name}/{MANIFEST}"
-            checkpoint = os.path.dirname(manifest if manifest in complete else newest)
-            state = storage.cat_file(f"{root}/{checkpoint}/{STATE}")
-            self._check(self.folder / checkpoint, json.loads(state))
             with new_folder(self.folder) as folder:
                 download(storage, {folder / name: complete[name] for name in complete})
                 (folder / _WRITER).write_text(writer, encoding="utf-8")
@@ -121,27 +95,12 @@ class StoredRun:
             with open(path, "w", encoding="utf-8", opener=without_links) as file:
                 file.write(self._name)
 
-    def go_back(self, step: int) -> None:
-        """Delete the markers of stored checkpoints after `step`, so that they are not restored.
+    def store(self) -> Future[str]:
+        """Store new and changed files in the background. Delete checkpoints that the run deleted.
 
-        Does nothing if the run folder has no such checkpoint. Raises InputError if a marker cannot
-        be deleted.
+        Return a future that is done when this has ended. A failure is printed.
         """
-        manifest = str(step_folder(Path("checkpoints"), step) / MANIFEST)
-        if _newest(self._markers()) > manifest:
-            # The thread may be storing a checkpoint.
-            self._thread.submit(self._delete_after, manifest).result()
-
-    def _delete_after(self, manifest: str) -> None:
-        """Delete the stored manifests of all checkpoints after the checkpoint of `manifest`."""
-        with open_storage(self.address) as (storage, root):
-            for name in self._objects_to_change(storage, root):
-                if name.endswith(f"/{MANIFEST}") and name > manifest:
-                    storage.rm_file(f"{root}/{name}")
-
-    def store(self) -> None:
-        """Store new and changed files in the background."""
-        self._thread.submit(self._store)
+        return self._thread.submit(self._store)
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait until all files are stored. The arguments describe the exception that ends a run.
@@ -175,7 +134,14 @@ class StoredRun:
         Return True if a folder was stored. If all folders were stored before, delete the objects of
         checkpoints that the run has deleted. Raises InputError if another process stores the run.
         """
-        objects = self._objects_to_change(storage, root)
+        objects = self._objects(storage, root)
+        # A later call of `claim` makes another process the writer.
+        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+        if writer != self._name:
+            raise InputError(
+                f"{self.address}: another run stores its files there now ({writer}); stop one of "
+                "the runs, or set another `run_dir`"
+            )
         # metrics.jsonl has the steps before the checkpoint, so it is stored first.
         for path in self.folder.glob("[!.]*"):
             if path.is_file() and path.name != SUMMARY_FILE:
@@ -184,6 +150,8 @@ class StoredRun:
         for marker in markers:
             content = (self.folder / marker).read_bytes()
             if marker not in objects or storage.cat_file(f"{root}/{marker}") != content:
+                if marker in objects:
+                    storage.rm_file(f"{root}/{marker}")
                 self._store_folder(storage, root, marker)
                 return True
         kept = [marker for marker in markers if marker != SUMMARY_FILE]
@@ -194,7 +162,7 @@ class StoredRun:
         return False
 
     def _store_folder(self, storage: Any, root: str, marker: str) -> None:
-        """Store all files of the folder with the marker `marker`."""
+        """Store all files of the folder with the marker `marker`, and then the marker."""
         folder = os.path.dirname(marker) or "final"
         links = self.folder / ".storing"
         shutil.rmtree(links, ignore_errors=True)
@@ -203,12 +171,9 @@ class StoredRun:
         for path in filter(Path.is_file, self.folder.glob(f"{folder}/*")):
             os.link(path, links / path.name)
         content = (self.folder / marker).read_bytes()
-        if storage.exists(f"{root}/{marker}"):
-            storage.rm_file(f"{root}/{marker}")
-        names = [path.name for path in links.iterdir() if f"{folder}/{path.name}" != marker]
-        storage.put(
-            [str(links / name) for name in names], [f"{root}/{folder}/{name}" for name in names]
-        )
+        (links / MANIFEST).unlink(missing_ok=True)
+        files = list(links.iterdir())
+        storage.put(list(map(str, files)), [f"{root}/{folder}/{file.name}" for file in files])
         storage.pipe_file(f"{root}/{marker}", content)
         shutil.rmtree(links)
 
@@ -219,31 +184,17 @@ class StoredRun:
         """
         listed = list_objects(storage, storage.find, root)
         objects = {path.removeprefix(root).lstrip("/"): listed[path] for path in listed}
-        # These files are stored before the first checkpoint.
-        needed = {_WRITER, CONFIG_FILE} if _newest(objects) else {_WRITER}
-        if objects and not needed <= objects.keys():
+        if objects and _WRITER not in objects:
             raise InputError(
                 f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"
             )
         return {name: objects[name] for name in objects if _OURS.fullmatch(name)}
 
-    def _objects_to_change(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
-        """Return the result of `_objects`. Raise InputError if another process stores the run."""
-        objects = self._objects(storage, root)
-        # A later call of `claim` makes another process the writer.
-        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
-        if writer != self._name:
-            raise InputError(
-                f"{self.address}: another run stores its files there now ({writer}); stop one of "
-                "the runs, or set another `run_dir`"
-            )
-        return objects
-
     def _markers(self) -> list[str]:
         """Return the markers in the run folder: newest checkpoints first, `final` last."""
-        paths = self.folder.glob(f"checkpoints/step-*/{MANIFEST}")
-        names = sorted((str(path.relative_to(self.folder)) for path in paths), reverse=True)
-        markers = list(filter(_OURS.fullmatch, names))
+        checkpoints = step_folders(self.folder / "checkpoints")
+        names = [f"checkpoints/{checkpoint.name}/{MANIFEST}" for checkpoint in checkpoints]
+        markers = [name for name in names if (self.folder / name).exists()]
         if (self.folder / SUMMARY_FILE).exists():
             markers.append(SUMMARY_FILE)
         return markers
@@ -262,29 +213,13 @@ def _marker_of(name: str) -> str:
     return f"{folder}/{MANIFEST}" if folder else name
 
 
-def open_run_folder(
-    job: Job, address: str, requested: str, accept_changes: bool, *, owner: bool
-) -> RunFolder:
-    """Return the locked folder of the job's run, restored from `address` if the run is there.
+def open_run_folder(path: Path, address: str, *, owner: bool) -> RunFolder:
+    """Return the locked run folder `path`, restored from `address` if the run is stored there.
 
-    requested: the value of --resume.
-    accept_changes: True to continue although the recipe has changed (--accept-changes).
-    owner: see `RunFolder`.
-
-    Raises InputError if `RunFolder` does, or if the stored run is another training.
+    owner: see `RunFolder`, whose errors this function raises.
     """
-
-    def check(path: Path, state: dict[str, Any]) -> None:
-        source = ResumePoint(path, state, in_run_folder=True)
-        try:
-            require_fitting(source, job, accept_changes)
-        except InputError as error:
-            raise InputError(f"{address}: the stored run is not restored. {error}") from None
-
-    stored = None
-    if owner and is_address(address):
-        stored = StoredRun(address, job.run_dir, check, requested)
-    return RunFolder(job.run_dir, owner=owner, stored=stored)
+    stored = StoredRun(address, path) if owner and is_address(address) else None
+    return RunFolder(path, owner=owner, stored=stored)
 
 
 def check_free(path: Path, address: str = "") -> None:

@@ -156,7 +156,6 @@ _train = _command(
 _add_training(_train)
 _train.add_argument(
     "--config",
-    "--config_file",
     metavar="FILE",
     help="Accelerate configuration: a path, or the name of a file in accelerate_configs/",
 )
@@ -357,8 +356,6 @@ _sample.add_argument(
 )
 _sample.add_argument(
     "--tokens",
-    "--max-new-tokens",
-    "--max_new_tokens",
     type=count,
     default=TOKENS,
     help="maximum number of new tokens for each prompt; default: %(default)s",
@@ -371,7 +368,6 @@ _sample.add_argument(
 )
 _sample.add_argument(
     "--top-p",
-    "--top_p",
     type=float,
     default=TOP_P,
     help="sample only from the likeliest tokens whose probabilities sum to this value; "
@@ -530,7 +526,6 @@ _which.add_argument(
 )
 _which.add_argument(
     "--config",
-    "--config_file",
     metavar="FILE",
     help="Accelerate configuration: a path, or the name of a file in accelerate_configs/; "
     "default: bf16 with a GPU, cpu without a GPU",

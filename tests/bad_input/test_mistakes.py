@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +34,7 @@ SETTINGS = {
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train={}": "`train`",
-    "train.begin_with=nowhere/step-00000004": "`train.begin_with`: nowhere/step-00000004",
+    "train.begin_with=nowhere/step-00000004": "nowhere/step-00000004/manifest.json: ",
     "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
     "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
     "optimizer.betas=[0.9]": "`optimizer.betas`: List should have at least 2 items",
@@ -192,11 +191,9 @@ COMMANDS = {
         "nowhere",
     ),
     **dict.fromkeys(("export {here} --out out", "report {here}"), "{here}"),
-    "sample nowhere one --tokens 0": (
-        "--tokens/--max-new-tokens/--max_new_tokens: 0 is not a whole number of at least 1"
-    ),
+    "sample nowhere one --tokens 0": ("--tokens: 0 is not a whole number of at least 1"),
     "sample nowhere one --top-p 2": "--top-p",
-    "sample nowhere one --top-p x": "--top-p/--top_p: invalid float value: 'x'",
+    "sample nowhere one --top-p x": "--top-p: invalid float value: 'x'",
     "which nowhere.yaml --hours x": "--hours: x is not a number above 0",
     "which nowhere.yaml --config nowhere": "--config nowhere: there is no such file",
     "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
@@ -236,12 +233,11 @@ COMMANDS = {
     "evaluate recipes/smoke.yaml --resume nowhere": "nowhere/manifest.json",
     "evaluate recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
     "evaluate recipes/smoke.yaml --tasks arc_easy": "use `lm_eval` (docs/serving.md)",
-    "evaluate {here}/started": "{here}/started has no checkpoint",
     "evaluate recipes/smoke.yaml --precisions fp7": "--precisions: fp7: unknown",
     "doctor --precisions fp7": "--precisions: fp7: unknown",
     "export nowhere --best": "nowhere",
     "export nowhere --dtype fp32 --precision trained": "omit --dtype",
-    "sample {here}/model one": "save the tokenizer of its 97 token ids",
+    "sample {here}/model one": "the model has no tokenizer",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
         "empty.txt: the source contains no text"
@@ -316,8 +312,6 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
-    (tmp_path / "started").mkdir()
-    shutil.copy(ROOT / "recipes/smoke.yaml", tmp_path / "started" / "config.yaml")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 97}')
     return tmp_path

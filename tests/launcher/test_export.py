@@ -122,7 +122,7 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
             capsys, "export", source, "--out", tmp_path / "none", "--merge", number
         )
         assert status == 2
-        assert f" can be merged instead of {number}: " in output and "checkpoint.keep" in output
+        assert f" can be merged instead of {number}, " in output and "checkpoint.keep" in output
         assert not (tmp_path / "none").exists()
 
 
@@ -194,7 +194,7 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert command(capsys, "export", exact, "--out", tmp_path / "out")[0] == 0
-    sample = ("sample", tmp_path / "out", "w3", "w1 w2", "--max-new-tokens", 8)
+    sample = ("sample", tmp_path / "out", "w3", "w1 w2", "--tokens", 8)
     texts = [command(capsys, *sample, "--seed", seed) for seed in (1, 2, 1)]
     assert [status for status, _ in texts] == [0] * 3
     assert texts[0] == texts[2] != texts[1]

@@ -75,5 +75,5 @@ def test_a_failed_save_in_the_background_is_an_error_after_the_last_step(
     monkeypatch.setattr(checkpoint, "write_part", fail_in_step_8)
     run = train_here("parity=off", "train.steps=9", "checkpoint.at_end=false")
     assert run.status == 2, run.output
-    assert "step 8 could not be saved" in run.err
+    assert "step-00000008: could not be saved" in run.err
     assert not (run_dir / "summary.json").exists()

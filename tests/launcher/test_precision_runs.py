@@ -92,8 +92,6 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(
     branch = started("branch", *settings)
     records = map(json.loads, (trunk / "metrics.jsonl").read_text().splitlines())
     assert branch.losses() == [record["loss"] for record in records if "loss" in record][3:]
-    card = (branch.run_dir / "final" / "README.md").read_text()
-    assert "the first 3 of these steps were trained by another run" in card
     assert "from step 4 on" in branch.output
     assert sorted((path, path.stat().st_mtime_ns) for path in trunk.rglob("*")) == before
     # A branch that has checkpoints resumes from them and does not need the other run.

@@ -77,12 +77,12 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
     for cell in loaded.cells:
         running = [
             *running[-1:],
-            start(loaded, cell, running[-1:], StopRequest(), side_by_side=False),
+            start(loaded, cell, running[-1:], side_by_side=False),
         ]
     assert gpus == ["1", "0", "1", "0"]
     gpus.clear()
     for cell in loaded.cells:
-        start(loaded, cell, [], StopRequest(), side_by_side=False)
+        start(loaded, cell, [], side_by_side=False)
     assert gpus == ["1", "1", "0", "0"]
 
 

@@ -136,10 +136,8 @@ def test_a_question_is_answered_and_resumed(
     start_training = matrix_run.start_training
     to_kill = ["trial/current.log", "trial/current+head.log", "rounds/fp32-seed=42.log"]
 
-    def start_and_kill_once(
-        launch: Launch, environment: dict[str, str], log: Path, is_stopped: Callable[[], object]
-    ) -> Training:
-        training = start_training(launch, environment, log, is_stopped)
+    def start_and_kill_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+        training = start_training(launch, environment, log)
         if to_kill and str(log).endswith(to_kill[0]):
             training.signal(signal.SIGKILL)
             del to_kill[0]

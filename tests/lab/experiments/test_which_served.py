@@ -93,10 +93,8 @@ def test_candidates_are_judged_as_served_and_resumed(
     start_training = matrix_run.start_training
     to_stop = ["rounds/mean-seed=42.log"]
 
-    def start_and_stop_once(
-        launch: Launch, environment: dict[str, str], log: Path, is_stopped: Callable[[], object]
-    ) -> Training:
-        training = start_training(launch, environment, log, is_stopped)
+    def start_and_stop_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+        training = start_training(launch, environment, log)
         if to_stop and str(log).endswith(to_stop[0]):
             del to_stop[0]
             metrics = log.with_suffix("") / "metrics.jsonl"

@@ -27,8 +27,6 @@ from pretrain.launch import launcher
 
 if os.environ.get("BROKEN"):
     raise RuntimeError("a package is broken")
-if os.environ.get("SUSPENDED"):
-    os.kill(os.getpid(), signal.SIGSTOP)
 server = os.getpid()
 sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: False))
 
@@ -193,25 +191,6 @@ assert Path("a.log").read_text().startswith("error: the training was not started
 """,
         BROKEN="1",
     )
-
-
-def test_a_suspended_server_is_killed_when_its_command_stops(client: Callable[..., str]) -> None:
-    out = client(
-        """
-import psutil
-
-def is_suspended():
-    return any(child.status() == psutil.STATUS_STOPPED for child in psutil.Process().children())
-
-launch = Launch(Path("a.yaml"), ("end",))
-training = processes.start_training(launch, os.environ, Path("a.log"), is_suspended)
-assert training.has_ended() and not is_suspended()
-from multiprocessing import forkserver
-print(forkserver._forkserver._forkserver_pid)
-""",
-        SUSPENDED="1",
-    )
-    wait_until(lambda: has_ended(int(out)))
 
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import math
 import os
 import re
-from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,22 +85,6 @@ def test_a_line_has_the_means_since_the_last_line():
         r"MFU 40\.0 % \(ours\) .* 10\.0 %",
         second,
     )
-
-
-@given(columns=st.integers(64, 130), memory=st.sampled_from([0.5, 80.9]))
-def test_a_step_line_fits_into_the_terminal(columns, memory):
-    class Terminal(io.TextIOWrapper):
-        def isatty(self):
-            return True
-
-    terminal = Terminal(io.BytesIO(), encoding="utf-8")
-    with mock.patch.dict(os.environ, COLUMNS=str(columns)):
-        Console(2776, stream=terminal).step(record(memory_gib=memory))
-    line = terminal.buffer.getvalue().decode().rstrip("\n")
-    complete = output_of(lambda console: console.step(record(memory_gib=memory)))
-    assert len(line) <= columns
-    assert all(label in line for label in ("120/2776", "loss  2.1337", "tok/s", "left"))
-    assert line == complete.rstrip("\n") or "data wait" not in line
 
 
 @given(value=st.floats(min_value=0) | st.just(math.nan))

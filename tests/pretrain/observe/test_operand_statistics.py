@@ -90,22 +90,6 @@ def test_nvfp4_loses_blocks_whose_scale_is_zero():
     )
 
 
-@pytest.mark.parametrize("role", ["input", "weight"])
-def test_underflow_is_reported_per_expert(role):
-    """All experts share one scale, so that the first expert loses half of its values.
-
-    As an input, the third expert has no rows.
-    """
-    x = torch.ones(64, 256)
-    x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
-    statistics = OperandStatistics(active_in("current").quantized_precision, {})
-    ends = torch.tensor([16, 32, 32, 64], dtype=torch.int32)
-    statistics.operand("l", role, lambda: x, call_of("l", ends))
-    assert statistics.records()[0]["underflow_of_experts"] == (
-        [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
-    )
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

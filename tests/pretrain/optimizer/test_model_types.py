@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+import re
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from foundation.errors import InputError
 from pretrain.model.configuration import config_values
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
-from pretrain.observe.update_check import is_decayed, muon_matrices
+from pretrain.observe.update_check import is_decayed
 from pretrain.optimizer.adamw import groups_of
 from pretrain.optimizer.muon import Hidden, hidden_parameters
 from pretrain.precision.scope import LINEARS
@@ -132,6 +135,9 @@ SIZES: dict[str, Any] = {
 }
 # Types that train if all layers are of this kind.
 MIXED_LAYERS = {"granitemoehybrid", "lfm2_moe", "lfm3", "minimax"}
+# Patterns for the names of parameters in decoder layers, and of the parameters of routers.
+IN_LAYER = re.compile(r"\.\d+\.")
+ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
 # Types that train, but whose layers stack matrices in a layout that Muon does not know.
 UNKNOWN_LAYOUTS = {
     "aria_text",
@@ -154,6 +160,32 @@ def built(model_type: str) -> PreTrainedModel:
     model = build_on_meta(kind.from_dict(values | changes | {"model_type": model_type}))
     check_architecture(model, 64, LossSettings())
     return model
+
+
+def muon_matrices(model: nn.Module) -> dict[str, int]:
+    """Map the name of each parameter that Muon must update to its number of matrices.
+
+    These are the matrices in the layers, except for routers. The rule is derived from names and
+    sizes, because the test covers the optimizer's own rule. For example, experts have the weights
+    gate_up [8, 2 x 64, 16] and down [8, 16, 64]. The second largest weight of the module, here
+    down, has one matrix for each expert. gate_up has twice the values of down, so it has two
+    matrices for each expert.
+    """
+    modules: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        is_matrix = is_decayed(name, parameter) and min(parameter.shape[-2:]) > 1
+        if is_matrix and IN_LAYER.search(name) and not ROUTER.search(name):
+            module = name.removesuffix(".weight").rpartition(".")[0]
+            modules[module][name] = parameter
+    matrices = {}
+    for parameters in modules.values():
+        # The size of the second largest parameter, or of the only one.
+        size = sorted(map(torch.numel, parameters.values()))[-2:][0]
+        for name, parameter in parameters.items():
+            stacked = max(parameter.numel() // size, 1)
+            if parameter.requires_grad:
+                matrices[name] = stacked * math.prod(parameter.shape[:-2])
+    return matrices
 
 
 def outputs_of(module: nn.Module) -> torch.Tensor:

@@ -297,3 +297,9 @@ def test_settings_that_do_not_fit_the_optimizer_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         OptimizerSettings(**settings)
+
+
+def test_the_polynomial_is_that_of_torch() -> None:
+    defaults = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).defaults
+    assert defaults["ns_coefficients"] == muon.COEFFICIENTS
+    assert defaults["ns_steps"] == muon.STEPS

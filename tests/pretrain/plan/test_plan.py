@@ -242,12 +242,14 @@ def test_a_small_model_uses_one_thread_unless_the_user_sets_a_number(
     try:
         torch.set_num_threads(2)
         large = with_tokens(128)  # 256 tokens x 2,048 values
-        assert use_one_thread(large) is large and torch.get_num_threads() == 2
-        assert "OMP_NUM_THREADS" in use_one_thread(with_tokens(64)).notices[-1]
+        use_one_thread(large)
+        assert torch.get_num_threads() == 2
+        use_one_thread(with_tokens(64))
         assert torch.get_num_threads() == 1
         torch.set_num_threads(2)
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        assert not use_one_thread(with_tokens(64)).notices and torch.get_num_threads() == 2
+        use_one_thread(with_tokens(64))
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +20,9 @@ from packing.store import open_packs
 from pretrain.metrics.run_record import best_evaluation
 from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures, held_out_sums
-from pretrain.run.evaluate_command import packing_folder
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
-from tests.pretrain.plan.plan_recipe import recipe
 from tests.pretrain.verify.small_runs import build_run
-from tests.ranks import in_ranks
 
 
 @pytest.fixture(scope="session")
@@ -202,21 +198,3 @@ def test_the_best_evaluation_is_the_first_lowest_of_the_same_packs() -> None:
     assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, (
         "other held-out packs start a new comparison"
     )
-
-
-def folder_of(rank: int, machines: int) -> tuple[str, bool]:
-    """Return this rank's folder for the packs of a corpus, and whether it exists at the end."""
-    with ExitStack() as stack:
-        processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
-        folder = packing_folder(recipe(), processes, stack)
-        assert (folder / "packs").is_symlink()
-        torch.distributed.barrier()
-    torch.distributed.barrier()
-    return str(folder), folder.exists()
-
-
-@pytest.mark.parametrize("machines", [1, 2])
-def test_the_ranks_of_a_machine_share_one_packing_folder(machines: int) -> None:
-    folders = in_ranks(folder_of, machines)
-    assert len({folder for folder, _ in folders}) == machines
-    assert not any(exists for _, exists in folders)

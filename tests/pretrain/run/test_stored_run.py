@@ -208,43 +208,6 @@ def test_a_folder_that_another_has_replaced_is_kept_under_another_name(
     assert len([*tmp_path.glob("other-*")]) == 1
 
 
-def test_a_run_that_does_not_fit_is_not_restored(address: str, run: Path, tmp_path: Path) -> None:
-    store(address, run)
-    before = contents(run)
-    states = []
-
-    def refuse(path: Path, state: object) -> None:
-        states.append((path.name, state))
-        raise InputError("another training")
-
-    for requested, name in {"auto": "step-00000008", "x/step-00000004": "step-00000004"}.items():
-        with pytest.raises(InputError, match="another training"):
-            StoredRun(address, tmp_path / "new", refuse, requested).restore()
-        assert states.pop() == (name, ["state.json", int(name[5:]), ""])
-    assert not (tmp_path / "new").exists()
-    # The folder that has stored the run does not ask.
-    StoredRun(address, run, refuse).restore()
-    assert contents(run) == before
-
-
-def test_a_run_that_went_back_is_restored_at_the_earlier_step(
-    address: str, run: Path, tmp_path: Path, s3_server: Server
-) -> None:
-    store(address, run)
-    stored = StoredRun(address, run)
-    stored.claim()
-    s3_server.fault = lambda method, path: "403 Forbidden" if method == "DELETE" else None
-    with pytest.raises(InputError, match="Forbidden"):
-        stored.go_back(4)
-    s3_server.fault = lambda method, path: None
-    stored.go_back(8)
-    assert any("step-00000008" in name for name in restored(address, tmp_path / "at-8"))
-    stored.go_back(4)
-    names = restored(address, tmp_path / "at-4")
-    assert any("step-00000004" in name for name in names)
-    assert not any("step-00000008" in name for name in names)
-
-
 def test_a_run_without_a_stored_checkpoint_starts_anywhere(
     address: str, run: Path, tmp_path: Path, s3_server: Server
 ) -> None:
@@ -265,17 +228,6 @@ def test_a_run_without_a_stored_checkpoint_starts_anywhere(
         assert restored(there, tmp_path / "other") == {}
         store(there, run)
         assert restored(there, tmp_path / f"restored-{allowed}") == contents(run)
-
-
-@pytest.mark.parametrize("left", [".writer", "summary.json"])
-def test_checkpoints_without_their_run_are_refused(address: str, run: Path, left: str) -> None:
-    (run / "summary.json").write_text("{}")
-    store(address, run)
-    files, root = fsspec.url_to_fs(address)
-    removed = "config.yaml" if left == ".writer" else "checkpoints"
-    files.rm(f"{root}/{removed}", recursive=True)
-    with pytest.raises(InputError, match=r"but no stored run|a finished run without checkpoints"):
-        StoredRun(address, run.with_name("other")).restore()
 
 
 def test_the_run_that_has_started_last_stores_its_files(

@@ -262,56 +262,10 @@ def fault_of_muon(what: str, **options: Any) -> Callable[[Make], Make]:
     return decorated
 
 
-def changing_matrices(change: Callable[[SmallRun, list[Hidden]], list[Hidden]]) -> Make:
-    """Return a fault of the list of matrices that Muon updates."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        real = muon.hidden_parameters
-        patch.setattr(muon, "hidden_parameters", lambda hf: change(run, real(hf)))
-
-    return make
-
-
-@fault_of_muon("Muon leaves the last matrix to AdamW")
-@changing_matrices
-def last_matrix_left(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
-    return hidden[:-1]
-
-
-@fault_of_muon("Muon leaves the first layer's attention to AdamW")
-@changing_matrices
-def attention_left(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
-    attention = {*run.layers[0].self_attn.parameters()}
-    return [item for item in hidden if item.parameter not in attention]
-
-
-@fault_of_muon("Muon updates the head", kind="llama")
-@changing_matrices
-def head_by_muon(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
-    return [*hidden, Hidden(run.packed.hf.get_output_embeddings().weight, 1)]
-
-
-@fault_of_muon("Muon updates the routers", kind="qwen3_moe")
-@changing_matrices
-def routers_by_muon(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
-    return [*hidden, *(Hidden(layer.mlp.gate.weight, 1) for layer in run.layers)]
-
-
-@fault_of_muon("Muon takes gate and up for one matrix", kind="qwen3_moe")
-@changing_matrices
-def gate_and_up_as_one(run: SmallRun, hidden: list[Hidden]) -> list[Hidden]:
-    return [replace(item, stacked=1) for item in hidden]
-
-
 @fault_of_muon("Muon's update is 8 % too large")
 def scale_too_large(run: SmallRun, patch: Patch) -> None:
     scale = muon.SCALES["match_rms_adamw"]
     patch.setitem(muon.SCALES, "match_rms_adamw", lambda *shape: 1.08 * scale(*shape))
-
-
-@fault_of_muon("Muon's polynomial has swapped digits")
-def swapped_digits(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0135))
 
 
 def changing_decay(change: Callable[[Hyperparameters], float]) -> Make:
