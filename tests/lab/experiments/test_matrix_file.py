@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
+from lab.experiments import matrix_file
 from lab.experiments.matrix_file import Matrix, load_matrix
 from pretrain.settings.config import identity_of, load_recipe, resolved
 from tests.conftest import ROOT
@@ -78,6 +79,17 @@ def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
         assert resolved(recipe) | {"weights": "fp32"} == resolved(cell.recipe)
         assert recipe.model.config["rope_theta"] == 1e-6
         assert recipe.evaluate.samples == ("a: {b}", "no")
+
+
+@pytest.mark.parametrize(("file", "weights"), [("cpu", "fp32"), ("bf16", "bf16_exact")])
+def test_cells_have_the_default_weights_of_their_device(
+    file: str, weights: str, matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix_file, "count_gpus", lambda: 1)
+    accelerate = str(ROOT / f"accelerate_configs/{file}.yaml")
+    cells = {"auto": {"precision": "bf16"}, "plain": {"precision": "bf16", "weights": "bf16"}}
+    auto, plain = matrix(cells=cells, accelerate=accelerate).cells
+    assert (auto.recipe.weights, plain.recipe.weights) == (weights, "bf16")
 
 
 # ── Mistakes ──────────────────────────────────────────────────────────────────────────────────────
