@@ -13,7 +13,6 @@ from typing import Any
 from lab.compare.fairness import (
     loss_differences,
     recipe_of,
-    same_held_out,
     why_not_paired,
 )
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, end_begins
@@ -149,12 +148,6 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
         notes.append(
             f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps. They show nothing "
             "about the effect of a setting or a precision on the loss of a longer training."
-        )
-    evaluated = [run for run in runs if "held_out_loss" in run.summary]
-    if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
-        notes.append(
-            "The held-out losses were computed on different data, so they do not show which run is "
-            "better."
         )
     return notes
 

@@ -14,14 +14,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
 from lab.compare.differences import MARGIN
 from lab.compare.fairness import same_held_out
 from lab.compare.page import check_replaceable
 from lab.compare.report import Report
-from lab.experiments.matrix_file import Cell, Matrix, key_of, load_matrix
+from lab.experiments.matrix_file import Matrix, key_of, load_matrix
 from lab.experiments.matrix_run import launch_of, report_stop, run_all, say
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -102,42 +101,32 @@ def main(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         processes=options.processes,
     )
-    cells = matrix.cells
-    if options.cell is not None:
-        cells = cells[options.cell : options.cell + 1]
-        if not cells:
-            raise InputError(
-                f"command line: --cell {options.cell}: there is no such cell; choose a number from "
-                f"0 to {len(matrix.cells) - 1}"
-            )
     if not options.dry_run:
-        return run_cells(matrix, cells, single=options.cell is not None)
-    for cell in cells:
-        finished = " (finished)" if cell.is_finished() else ""
-        print(f"# {cell.name}{finished}\n{shlex.join(launch_of(matrix, cell).command)}")
+        return run_cells(matrix)
+    for cell in matrix.cells:
+        launch = launch_of(matrix, cell)
+        command = ["python", "-m", "pretrain", "train", *launch.script_arguments]
+        command += ["--config", str(launch.configuration)]
+        if launch.processes is not None:
+            command += ["--processes", str(launch.processes)]
+        print(f"# {cell.name}\n{shlex.join(command)}")
     return 0
 
 
-def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
-    """Run `cells` of the matrix, print their results and the report, and return the exit status.
+def run_cells(matrix: Matrix) -> int:
+    """Run the cells of the matrix, print their results and the report, and return the exit status.
 
-    `single` is true if `cells` has only the cell that `--cell` selects. In this case no report is
-    written, because other jobs of the same job array may still run the other cells.
+    The lock of the matrix folder prevents two commands from starting the same runs.
     """
-    # The lock of the matrix folder prevents two commands from starting the same runs. The folder is
-    # not locked with `--cell`, so that several jobs can run one cell each. Every run also locks its
-    # run folder.
     with RunFolder(
         matrix.folder,
-        owner=not single,
         remedy="set --at-once of one command, so that it trains more cells at the same time",
     ):
-        if not single:
-            check_replaceable(page_of(matrix), f"{matrix.path}: report")
-            finished = sum(cell.is_finished() for cell in cells)
-            say(f"{finished} of {len(cells)} cells are already finished")
+        check_replaceable(page_of(matrix), f"{matrix.path}: report")
+        finished = sum(cell.is_finished() for cell in matrix.cells)
+        say(f"{finished} of {len(matrix.cells)} cells are already finished")
         with StopRequest(passed_on=True) as stop:
-            outcomes = run_all(matrix, cells, stop)
+            outcomes = run_all(matrix, matrix.cells, stop)
         rows = [
             [
                 outcome.cell.name,
@@ -148,8 +137,7 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
             for outcome in outcomes
         ]
         say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
-        if not single:
-            say(write_report(matrix))
+        say(write_report(matrix))
     if stop.requested:
         return report_stop(stop.requested)
     return 0 if all(outcome.is_finished for outcome in outcomes) else 1

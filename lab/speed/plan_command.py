@@ -182,8 +182,6 @@ def _row(
     if not fits(plan):
         speed = None
         speed_text = "does not fit"
-    elif takes > devices.memory:
-        needs += ", barely"
     packs = f"{-(-plan.packs_per_rank // size)} x {size}"
     if devices.count > 1:
         packs += f", {devices.topology}"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
@@ -400,12 +399,6 @@ _matrix.add_argument(
     default=[],
     metavar="key=value",
     help="settings that override the recipe in every cell",
-)
-_matrix.add_argument(
-    "--cell",
-    type=partial(count, least=0),
-    metavar="N",
-    help="run only cell number N, counted from 0; for job arrays",
 )
 _matrix.add_argument(
     "--at-once",

@@ -18,6 +18,7 @@ from tests.conftest import yaml_of
 RECIPE = {
     "name": "trained",
     "precision": "bf16",
+    "weights": "fp32",
     "model": {"config": {"model_type": "qwen3", "hidden_size": 32}},
     "data": {"packs": "packs"},
     "batch": {"tokens": 4096},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
@@ -124,6 +125,29 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
     older, *_, newest = steps_saved(Path(small_recipe["run_dir"]))
     # Training continues while step 4 is written, so the signal comes in one of the next steps.
     assert 4 <= older < newest < 12
+
+
+@pytest.mark.long
+def test_a_job_of_an_array_trains_one_cell_of_a_matrix(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    del small_recipe["run_dir"]
+    recipe = small_recipe | {"evaluate": {}, "precision": "fp32", "checkpoint": {"at_end": False}}
+    matrix = {
+        "name": "seeds",
+        "recipe": str(write_recipe(recipe, tmp_path)),
+        "accelerate": "accelerate_configs/cpu.yaml",
+        "run_dir": str(tmp_path / "{cell}"),
+        "cells": {"one": {"seed": 1}, "two": {"seed": 2}},
+    }
+    file = tmp_path / "matrix.yaml"
+    file.write_text(yaml.safe_dump(matrix))
+    variables = {"MATRIX": str(file), "SLURM_ARRAY_JOB_ID": "7"}
+    job = Job(tmp_path, "matrix.sbatch", "train.steps=3", SLURM_ARRAY_TASK_ID="1", **variables)
+    assert job.process.wait() == 0, job.log.read_text()
+    assert (tmp_path / "two" / "summary.json").exists() and not (tmp_path / "one").exists()
+    job = Job(tmp_path, "matrix.sbatch", SLURM_ARRAY_TASK_ID="2", **variables)
+    assert job.process.wait() != 0 and "no cell with this number" in job.log.read_text()
 
 
 def test_an_image_is_built_without_history_runs_and_keys() -> None:

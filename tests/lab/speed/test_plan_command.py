@@ -141,7 +141,6 @@ def test_a_table_has_all_precisions_the_fastest_first(plan_llama: RunPlan) -> No
         "dollars": f"{3.5 * 65_536_000 / 16_829 / 3600:.2f}",
     }
     assert rows["current"]["tokens/s"].endswith(" ± 7 %")
-    assert rows["delayed"]["needs"].endswith(" GiB, barely"), "more than 92 % of 139.8 GiB"
     assert (rows["bf16"]["tokens/s"], rows["bf16"]["gain"]) == ("11,599 ± 7 %", "1.00")
     assert lines_on(out, "1 x H200") == [
         "mxfp8, nvfp4: needs a GPU of compute capability 10.0 or higher and below 11.0"
