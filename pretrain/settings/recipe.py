@@ -506,6 +506,7 @@ _OTHER_NAMES = {
     "remove it, also from the config.yaml of a run; `python -m pretrain gap` compares a checkpoint "
     "with BF16": "gap gap_threshold on_gap",
     "remove it, also from the config.yaml of a run": "gradient_statistics",
+    "remove it, and drop records that cannot be read from the source (docs/data.md)": "on_bad_line",
     "batches are always prepared ahead of time": (
         "num_workers dataloader_num_workers preprocessing_num_workers dataloader_pin_memory"
     ),

@@ -81,6 +81,7 @@ SETTINGS = {
     "train_on_inputs=true": "a chat is always trained on its answers alone",
     "--eval-only": "pretrain evaluate",
     "eval.every=100": "did you mean `evaluate.every`?",
+    "data.on_bad_line=skip": "drop records that cannot be read from the source",
     "schedule.warmup=100": "`schedule.warmup: 100`",
     "schedule.kind=cosin": "`schedule.kind`",
     **dict.fromkeys(("loss.penalty_weight=0.1", "loss.penalty=neg_entropy"), "`penalty_weight`"),
