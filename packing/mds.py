@@ -31,6 +31,7 @@ from packing.token_columns import (
     number_documents,
     rule_of_eos,
     starts_of_documents,
+    token_columns,
     trained_tokens,
     whole_numbers,
 )
@@ -214,9 +215,7 @@ class MDSPacks(Packs):
             "in MDS, write the column as ndarray:uint32, or as uint32 without a size",
         ):
             ids = whole_numbers(token_column, sample[token_column])
-            columns = {
-                name: whole_numbers(name, sample[name]) for name in sample if name in TOKEN_COLUMNS
-            }
+            columns = token_columns(sample)
         if len(ids) != self.length:
             raise InputError(
                 f"{where}: the sample has {len(ids)} tokens, but `data.length` is {self.length}; "

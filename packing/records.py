@@ -29,6 +29,7 @@ from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
     TOKEN_COLUMNS,
     number_documents,
+    token_columns,
     trained_tokens,
     whole_numbers,
 )
@@ -481,11 +482,7 @@ class TokenColumns(Records):
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         ids = whole_numbers(self.columns[0], record[self.columns[0]] or ())
-        columns = {
-            name: whole_numbers(name, record[name])
-            for name in self.optional
-            if record.get(name) is not None
-        }
+        columns = token_columns(record)
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0
         unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]

@@ -62,6 +62,12 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     return numbers
 
 
+def token_columns(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the columns of TOKEN_COLUMNS that a record has (see `whole_numbers`)."""
+    present = [name for name in TOKEN_COLUMNS if record.get(name) is not None]
+    return {name: whole_numbers(name, record[name]) for name in present}
+
+
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the number of each token's document, or -1 for padding: [width] int64.
 
