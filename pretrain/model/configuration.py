@@ -186,13 +186,6 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 str(settings.repository), revision=settings.revision, trust_remote_code=False
             )
         kind = type(loaded)
-    model_type = changes.pop("model_type", kind.model_type)
-    if model_type != kind.model_type:
-        raise InputError(
-            f"`model.config.model_type: {model_type}` contradicts `model.source`, which has the "
-            f"model type {kind.model_type}; remove either `model.config.model_type` or "
-            "`model.source`"
-        )
     names = kind.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}

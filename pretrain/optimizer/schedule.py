@@ -136,15 +136,13 @@ def describe(settings: ScheduleSettings, peak: float, total_steps: int) -> str:
     The line has the kind of the schedule, the number of steps of each phase, the peak and the final
     learning rate.
     """
-    warmup = settings.warmup
-    phases = [f"warmup {warmup:,}"] if warmup else []
+    decay = decay_steps(settings, total_steps)
+    phases = {"warmup": settings.warmup}
     if settings.kind == "wsd":
-        decay = decay_steps(settings, total_steps)
-        phases.append(f"stable {total_steps - warmup - decay:,}")
-        phases.append(f"{settings.decay_shape} decay {decay:,}")
+        phases["stable"] = total_steps - settings.warmup - decay
+        phases[f"{settings.decay_shape} decay"] = decay
     else:
-        phases.append(f"{settings.kind} {total_steps - warmup:,}")
+        phases[settings.kind] = total_steps - settings.warmup
+    text = " + ".join(f"{phase} {steps:,}" for phase, steps in phases.items() if steps)
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
-    return (
-        f"{settings.kind}: {' + '.join(phases)} = {plural(total_steps, 'step')}, peak {peak:g}{end}"
-    )
+    return f"{settings.kind}: {text} = {plural(total_steps, 'step')}, peak {peak:g}{end}"

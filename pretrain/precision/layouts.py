@@ -111,33 +111,31 @@ class Layout:
         Raises ValueError for scales of another type or shape, and for values that no scale of a
         weight has.
         """
-        codes, scales, *divisor = (stored[...] for stored in slices)
+        codes, scales, *divisors = (stored[...] for stored in slices)
         codes = _unpacked_e2m1(codes) if self.is_packed else codes.float()
         grid = E2M1 if self.is_packed else E4M3
-        pairs = zip(self.block, codes.shape, strict=True)
-        block = [min(size or length, length) for size, length in pairs]
+        block = [size or length for size, length in zip(self.block, codes.shape, strict=True)]
         shape = [math.ceil(length / size) for size, length in zip(block, codes.shape, strict=True)]
         if self.scale_dtype == torch.float8_e8m0fnu:
             scales = scales.view(self.scale_dtype)
         factors = scales.float()
+        for divisor in divisors:
+            factors = factors / divisor.max()
         # A scale of the weight has one element, and any number of dimensions.
         is_fitting = scales.numel() == math.prod(shape) == 1 or list(scales.shape) == shape
-        for tensor in divisor:
-            factors = factors / tensor.max()
-            is_fitting = is_fitting and tensor.numel() == 1
         # The weights of models are far below 448, the largest FP8 code. NaN is in no interval.
         largest = E4M3.maximum / grid.maximum
         is_factor = scales.is_floating_point() and ((factors >= 0) & (factors <= largest)).all()
         if not is_fitting or not is_factor:
             raise ValueError(
                 f"{linear}: {self.parts[1]} has the shape {list(scales.shape)}, the dtype "
-                f"{scales.dtype} and factors from {factors.min():.1e} to {factors.max():.1e}; "
-                f"expected are the shape {shape} and the dtype {self.scale_dtype} by "
-                f"`quantization_config`, and factors from 0 to {largest:.0f}"
+                f"{scales.dtype} and factors up to {factors.max():.1e}; expected are the shape "
+                f"{shape} and the dtype {self.scale_dtype} by `quantization_config`, and factors "
+                f"from 0 to {largest:.0f}"
             )
         factors = factors.reshape(shape)
-        for axis, (size, length) in enumerate(zip(block, codes.shape, strict=True)):
-            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, length)
+        for axis, length in enumerate(codes.shape):
+            factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, length)
         return Quantized(codes, factors, torch.ones(()), grid)
 
 

@@ -68,32 +68,24 @@ def decide(
     stacks = {f"{name}.{key}": module for name, module in stacked_experts(hf) for key in STACKS}
     for name, module in stacks.items():
         features_by_name[name] = (module, hf.get_parameter(name).shape[1:])
-    no_groups = _no_groups(active, capability) if stacks else None
+    no_groups = None
+    if stacks and active.engine == "transformer_engine":
+        if capability is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+        no_groups = active.quantized_precision.no_groups_on(capability)
     unquantized = UNQUANTIZED[precision.compute_dtype].name
     decisions = {}
     for name, (module, features) in features_by_name.items():
+        reason = _reason_by_name(name, settings)
         if module is excluded:
-            reason: str | None = "scope linear excludes the LM head"
-        elif module in kept and not is_router(name):
-            reason = "keep_bf16_layers"
-        else:
-            reason = _reason_by_name(name, settings) or _unfit(features, precision.multiple_of)
-        if reason is None and name in stacks:
-            reason = no_groups
+            reason = "scope linear excludes the LM head"
+        elif module in kept:
+            reason = reason or "keep_bf16_layers"
+        reason = reason or _unfit(features, precision.multiple_of)
+        if name in stacks:
+            reason = reason or no_groups
         decisions[name] = Decision(unquantized if reason else precision.name, reason)
     return decisions
-
-
-def _no_groups(active: ActivePrecision, capability: tuple[int, int] | None) -> str | None:
-    """Return the reason why no expert stack is quantized. None if expert stacks can be quantized.
-
-    `capability` is as in `decide`.
-    """
-    if active.engine != "transformer_engine":
-        return None
-    if capability is None and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-    return active.quantized_precision.no_groups_on(capability)
 
 
 def is_router(name: str) -> bool:
