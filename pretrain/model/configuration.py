@@ -283,22 +283,22 @@ def _has_effect(
     if not without or key == "head_dim":
         return True
     if key not in without:
-        return has_reaction(kind, remaining, key, value)
+        return _has_reaction(kind, remaining, key, value)
     # The class adds missing entries to a dict, so the dict in the configuration may differ from the
     # dict in `values`.
     is_kept = without[key] == value or isinstance(value, dict)
     return not over_source or is_kept or not is_same(kind, remaining, values)
 
 
-def has_reaction(
-    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *first: Any
+def _has_reaction(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, value: Any
 ) -> bool:
     """Return True if another key of the configuration made from `values` depends on `key`.
 
-    The function sets `key` to a few different values, one after the other. `first` are tried first.
+    The function sets `key` to `value`, and then to a few other values.
     """
-    for value in (*first, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
-        changed = values | {key: value}
+    for trial in (value, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
+        changed = values | {key: trial}
         if config_values(kind, changed) and not is_same(kind, values, changed):
             return True
     return False

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -199,13 +198,13 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
     Return None if the parts do not lie one after the other in one storage.
     """
     first = parts[0]
-    for part, next_part in pairwise(parts):
-        is_adjacent = next_part.data_ptr() == part.data_ptr() + part.numel() * part.element_size()
-        shared = part.untyped_storage().data_ptr() == next_part.untyped_storage().data_ptr()
-        if not (is_adjacent and shared):
+    storage = first.untyped_storage().data_ptr()
+    position = first.storage_offset()
+    for part in parts:
+        is_next = part.storage_offset() == position and part.is_contiguous()
+        if not is_next or part.untyped_storage().data_ptr() != storage:
             return None
-    if not all(part.is_contiguous() for part in parts):
-        return None
+        position += part.numel()
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
