@@ -157,10 +157,11 @@ def rotation(kernel: Any) -> None:
     for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
         qkv = bf16(TOKENS, heads.width)
         angles = bf16(TOKENS, heads.dim)
+        group = heads.query // heads.kv
         norms = HeadNorms(bf16(heads.dim), bf16(heads.dim), 1e-6) if normed else None
         gradients = [
             bf16(TOKENS, heads.query, heads.dim),
-            *(bf16(TOKENS, heads.kv, heads.dim) for _ in range(2)),
+            *(bf16(TOKENS, heads.kv, group, heads.dim) for _ in range(2)),
         ]
         inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
         kernel.rotate(qkv, angles, angles, heads, norms)

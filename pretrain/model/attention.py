@@ -66,6 +66,17 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # linearly. With heads of 128 values, training steps did not become faster, so these heads are not
 # supported (benchmarks/results/kernels/h100_short_documents.json).
 SHORT = 768
+# `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
+# the mean number of tokens of a document, times the number of query heads that share a KV head, is
+# at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
+# traffic does not matter. Unused entries of cu_seqlens are counted as documents, because the host
+# does not know which entries are unused. For example, 4 documents are counted as 15 documents,
+# because cu_seqlens has at least 16 entries.
+LONG = 8192
+# The largest number of query heads per KV head for which `flash_backward_in_parts` computes dk and
+# dv in parts. It calls the kernel once for each query head of a KV head, and more than four calls
+# have not been measured.
+WIDE = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -386,7 +397,7 @@ def flash_forward(
     return output, log_sums
 
 
-def flash_backward(
+def flash_backward_in_parts(
     d_output: Tensor,
     q: Tensor,
     k: Tensor,
@@ -397,7 +408,16 @@ def flash_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three contiguous gradients: dq [T, H, D], and dk and dv [T, KV, D].
+    """Return three contiguous gradients: dq [T, H, D], dk and dv.
+
+    A group consists of the query heads that share a KV head. dk and dv are either [T, KV, D], or
+    [T, KV, H / KV, D] with one part for each query head of a group. The caller must sum the parts.
+
+    If one call of the kernel computes all heads of a group, the kernel adds the gradients of the
+    heads to FP32 sums in memory. To avoid these sums, this function calls the kernel once for each
+    query head of a group. The heads of one call share no KV head, so each gradient is written once.
+    On an H200, this is faster with groups of two and short documents. With groups of four and
+    documents of 4,096 tokens, a single call for all heads is faster.
 
     Args:
         d_output: Gradient of the output [T, H, D].
@@ -412,9 +432,25 @@ def flash_backward(
     """
     options = _documents(ends, longest)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    backward = _flash()._flash_attn_bwd
     is_causal = True
-    states = (q, k, v, output, d_output, log_sums)
-    dq, dk, dv, *_ = _flash()._flash_attn_bwd(*states, scale, is_causal, **options)
+    heads = k.shape[1]
+    group = q.shape[1] // heads
+    # The last condition limits `group` times the mean length of the documents.
+    documents = len(ends) - 1
+    computes_parts = 1 < group <= WIDE and group * len(q) <= LONG * documents
+    if not computes_parts:
+        dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, is_causal, **options)
+        return dq, dk, dv
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
+    for member in range(group):
+        member_q, member_output, member_d_output, member_dq = (
+            t[:, member::group] for t in (q, output, d_output, dq)
+        )
+        states = (member_q, k, v, member_output, member_d_output, log_sums[member::group])
+        results = {"dq": member_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
+        backward(*states, scale, is_causal, **results, **options)
     return dq, dk, dv
 
 
@@ -471,7 +507,7 @@ def cudnn_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `flash_backward`."""
+    """Return the gradients dq [T, H, D], and dk and dv [T, KV, D]."""
     kernels = _cudnn()
     backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
     # The state of a random number generator, which only dropout reads.
@@ -535,7 +571,7 @@ def triton_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `flash_backward`."""
+    """Return the results of `cudnn_backward`."""
     from pretrain.model.attention_kernel import attend_backward
 
     return attend_backward(d_output, q, k, v, output, log_sums, bounds, scale)
@@ -548,7 +584,7 @@ class AttentionKernels(NamedTuple):
         forward: Map q, k, v, the result of `documents_for`, the pack length and the scale to the
             output and the log-sums, as `flash_forward`.
         backward: Map the gradient of the output, q, k, v, the output, the log-sums and the last
-            three arguments of `forward` to dq, dk and dv, as `flash_backward`.
+            three arguments of `forward` to dq, dk and dv, as `flash_backward_in_parts`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -559,7 +595,7 @@ class AttentionKernels(NamedTuple):
 # autograd node of their own.
 ATTENTION_KERNELS = {
     "packed_triton": AttentionKernels(triton_forward, triton_backward),
-    "packed_fa4": AttentionKernels(flash_forward, flash_backward),
+    "packed_fa4": AttentionKernels(flash_forward, flash_backward_in_parts),
     "packed_cudnn": AttentionKernels(cudnn_forward, cudnn_backward),
 }
 
@@ -576,7 +612,10 @@ _BACKWARD = _FORWARD.replace("(", "(Tensor d_output, ").replace(
 
 
 def _operator(name: str, kernels: AttentionKernels) -> Any:
-    """Register `kernels` as operators of torch. Return the differentiable operator."""
+    """Register `kernels` as operators of torch. Return the differentiable operator.
+
+    If the backward returns parts of dk and dv, the parts are summed in FP32 and rounded once.
+    """
     operator = torch.library.custom_op(
         f"pretrain::{name}",
         kernels.forward,
@@ -584,9 +623,13 @@ def _operator(name: str, kernels: AttentionKernels) -> Any:
         schema=f"{_FORWARD} -> (Tensor, Tensor)",
     )
 
+    def backward(*inputs: Any) -> tuple[Tensor, ...]:
+        dq, *parts = kernels.backward(*inputs)
+        return dq, *(part.sum(2) if part.dim() == 4 else part for part in parts)
+
     gradient = torch.library.custom_op(
         f"pretrain::{name}_backward",
-        kernels.backward,
+        backward,
         mutates_args=(),
         schema=f"{_BACKWARD} -> (Tensor, Tensor, Tensor)",
     )

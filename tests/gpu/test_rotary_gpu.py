@@ -33,7 +33,8 @@ REAL = [
 class Problem:
     """Inputs of the rotation: rows, angles of packed documents, gradients and norms.
 
-    Gradients have the strides of attention's gradients.
+    Gradients have the strides of attention's gradients. With `in_parts`, the gradients of keys and
+    values have one part per query head.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Problem:
         heads: Heads,
         normed: bool,
         *,
+        in_parts: bool = False,
         rotated: bool = True,
     ) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -63,6 +65,10 @@ class Problem:
             normal(count, tokens, heads.dim).transpose(0, 1)
             for count in (heads.query, heads.kv, heads.kv)
         ]
+        if in_parts:
+            self.gradients[1:] = (
+                normal(tokens, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2)
+            )
         weight = [1 + normal(heads.dim) / 4 for _ in range(2)]
         self.norms = HeadNorms(*weight, 1e-6) if normed else None
 
@@ -136,23 +142,32 @@ def test_gradients_without_rotation_are_copied_and_summed(tokens: int) -> None:
     check(Problem(tokens, Heads(3, 3, 64), normed=False, rotated=False))
 
 
+@pytest.mark.parametrize(
+    ("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str
+)
+def test_parts_of_a_gradient_are_summed_before_rounding(heads: Heads, normed: bool) -> None:
+    check(Problem(37, heads, normed, in_parts=True))
+
+
 @pytest.mark.usefixtures("conversions_that_round")
 @pytest.mark.parametrize(
-    ("tokens", "heads"),
+    ("tokens", "heads", "in_parts"),
     [
-        (64, Heads(4, 2, 64)),
-        (32, Heads(6, 2, 32)),
-        pytest.param(*REAL[0], marks=cuda_only),
+        (64, Heads(4, 2, 64), False),
+        (32, Heads(6, 2, 32), True),
+        pytest.param(*REAL[0], True, marks=cuda_only),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("normed", [True, False])
-def test_fp8_codes_are_those_of_the_bf16_gradient(tokens: int, heads: Heads, normed: bool) -> None:
+def test_fp8_codes_are_those_of_the_bf16_gradient(
+    tokens: int, heads: Heads, in_parts: bool, normed: bool
+) -> None:
     """Covers both layouts, the amax and a scale that saturates.
 
     The gradients of norm weights and the sum of the gradient keep their bits.
     """
-    problem = Problem(tokens, heads, normed)
+    problem = Problem(tokens, heads, normed, in_parts=in_parts)
     expected, *expected_sums = kernel_backward(problem, summed=True)
     for factor in (4096.0, 3e5):
         scale, amax, inverse = (

@@ -135,7 +135,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
     assert audit["compiled"] == "nothing"
     assert audit["fused"].startswith("2 of 2 layers")
     dtypes = {(product["stored"], product["effective"]) for product in audit["products"]}
-    assert dtypes == {("float32", "bf16")}
+    assert dtypes == {("bfloat16", "bf16")}
 
 
 @pytest.mark.parametrize(

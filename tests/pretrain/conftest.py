@@ -278,10 +278,17 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         causal,
         *,
         cu_seqlens_q,
+        dq=None,
+        dk=None,
+        dv=None,
         **options,
     ):
         assert lse.shape == (q.shape[1], len(q))
-        return attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
+        gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
+        return tuple(
+            gradient if into is None else into.copy_(gradient)
+            for gradient, into in zip(gradients, (dq, dk, dv), strict=True)
+        )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(attention, "_flash", lambda: kernels)

@@ -231,8 +231,9 @@ def rotate_backward(
     Args:
         dq: Gradient of the queries. It has the shape and dtype of the queries that `rotate`
             returned, and any strides.
-        dk: Gradient of the keys, as `dq`.
-        dv: Gradient of the values, as `dq`.
+        dk: Gradient of the keys [T, kv, dim], or parts of it [T, kv, parts, dim], which are summed
+            in FP32.
+        dv: Gradient of the values [T, kv, dim], or parts of it as in `dk`.
         qkv: The argument of `rotate`. It may be None if `norms` is None.
         cos: The argument of `rotate`.
         sin: The argument of `rotate`.
@@ -246,8 +247,13 @@ def rotate_backward(
         [heads.width]. Both weight gradients are [dim] in FP32, or in FP64 if `dq` is FP64. They are
         None if `norms` is None. The sum is None unless `summed` is set.
     """
+    wide = torch.promote_types(dq.dtype, torch.float32)
     dqkv = dq.new_empty(len(dq), heads.width)
     dqkv_queries, dqkv_keys, dqkv_values = heads.split(dqkv)
+    if dk.dim() == 4:
+        dk = dk.sum(dim=2, dtype=wide)
+    if dv.dim() == 4:
+        dv = dv.sum(dim=2, dtype=wide)
     dqkv_values.copy_(dv)
     if cos is not None and sin is not None:
         cos, sin = _angles(cos, sin, heads, dq)

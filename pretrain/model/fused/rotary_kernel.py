@@ -57,7 +57,7 @@ _REGISTERS = 112  # maximum number of registers of a thread
 _PROGRAMS = 264  # maximum number of programs if there are head norms
 # Number of tiles that a program loads ahead if there are head norms, or if the gradient is summed
 # over tokens. All of these tiles except the last are stored in shared memory. Heads of 128 values
-# need 70 KiB of shared memory.
+# need 70 KiB of shared memory, or 103 KiB if the gradients are in four parts.
 _STAGES = 3
 # Number of tiles that a program computes if the gradient is summed over tokens and heads have no
 # norms.
@@ -155,15 +155,17 @@ def _rotate_forward(
 @triton.jit
 def _rotate_backward(
     dq,  # BF16 [tokens, query, dim]
-    dk,  # BF16 [tokens, kv, dim]
-    dv,  # BF16 [tokens, kv, dim]
-    # The next six are strides between tokens and heads of dq, dk and dv.
+    dk,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
+    dv,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
+    # The next eight are strides between tokens, heads and parts of dq, dk and dv.
     dq_token,
     dq_head,
     dk_token,
     dk_head,
+    dk_part,
     dv_token,
     dv_head,
+    dv_part,
     qkv,  # BF16 [tokens, query + 2 kv, dim], or None without norms
     cos,  # [tokens, dim]
     sin,  # [tokens, dim]
@@ -184,6 +186,7 @@ def _rotate_backward(
     dim: tl.constexpr,
     height: tl.constexpr,
     full: tl.constexpr,
+    parts: tl.constexpr,
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
@@ -213,6 +216,8 @@ def _rotate_backward(
         _write_gradient(
             dy,
             dy_token,
+            dk_part,
+            query,
             rows,
             columns,
             factor,
@@ -225,6 +230,7 @@ def _rotate_backward(
             dim,
             height,
             full,
+            parts,
             stages,
             fp8,
             cos,
@@ -239,6 +245,8 @@ def _rotate_backward(
         _write_gradient(
             dy,
             dv_token,
+            dv_part,
+            0,
             rows,
             columns,
             factor,
@@ -251,6 +259,7 @@ def _rotate_backward(
             dim,
             height,
             full,
+            parts,
             stages,
             fp8,
         )
@@ -260,6 +269,8 @@ def _rotate_backward(
 def _write_gradient(
     dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
+    part_stride,  # stride between the parts of the gradient
+    first_head_with_parts,  # all earlier heads have one part
     # The next five are as in `_rotate_backward`, except that `scale` is the FP32 value itself.
     rows,
     columns,
@@ -273,6 +284,7 @@ def _write_gradient(
     dim: tl.constexpr,
     height: tl.constexpr,
     full: tl.constexpr,
+    parts: tl.constexpr,
     stages: tl.constexpr,
     fp8: tl.constexpr,
     cos=None,  # [tokens, dim], or None without rotation
@@ -299,7 +311,7 @@ def _write_gradient(
         row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
         inside = row >= 0 if full else first + row < tokens
         dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
-        dx1, dx2 = _load_halves(dy_at, inside, 0)
+        dx1, dx2 = _sum_of_parts(dy_at, inside, part_stride, head, first_head_with_parts, parts)
         if cos is not None:  # rotate back
             c, s = _load_angles(cos, sin, first, inside, 1, half)
             dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
@@ -324,6 +336,26 @@ def _write_gradient(
         tl.store(sum_at + half, tl.sum(total2, axis=0))
     if fp8 is not None:
         record_amax(amax, largest)
+
+
+@triton.jit
+def _sum_of_parts(dy_at, inside, part_stride, head, first_head_with_parts, parts: tl.constexpr):
+    """Return the halves of a gradient of a head for one tile, FP32. Its parts are summed.
+
+    `dy_at` has the addresses of the first half of the first part. `part_stride` is the stride
+    between parts. Heads before `first_head_with_parts` have one part.
+    """
+    dx1, dx2 = _load_halves(dy_at, inside, 0)
+    for number in tl.static_range(1, parts):
+        # Use a mask and not a branch, so that the loads of the next tile can overlap with the
+        # computation of this tile. Adding zeros broadcasts the scalar to the shape of the tile.
+        heads = tl.zeros(dy_at.shape, tl.int32) + head
+        has_parts = inside & (heads >= first_head_with_parts)
+        part_at = dy_at + number * tl.cast(part_stride, tl.int64)
+        part1, part2 = _load_halves(part_at, has_parts, 0)
+        dx1 += part1
+        dx2 += part2
+    return dx1, dx2
 
 
 @triton.jit
@@ -463,6 +495,8 @@ def rotate_backward(
         return formulas.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, summed=summed)
     tokens = len(dq)
     gradients = _with_strides("dq", dq) | _with_strides("dk", dk) | _with_strides("dv", dv)
+    # Gradients of queries are never in parts.
+    del gradients["dq_part"]
     tiles = _SUMMED_TILES if summed else 1  # of a program
     programs = triton.cdiv(tokens, _TOKENS * tiles)  # of a head
     norm_sums = None
@@ -472,6 +506,7 @@ def rotate_backward(
     sums = dq.new_empty(programs, heads.width, dtype=torch.float32) if summed else None
     if written is None:
         written = TensorScaled(torch.bfloat16, dq.new_empty(tokens, heads.width))
+    parts = dk.shape[2] if dk.dim() == 4 else 1
     # A program with one tile has no tile to load ahead.
     has_many_tiles = norms is not None or summed
     stages = _STAGES if has_many_tiles else 1
@@ -482,6 +517,7 @@ def rotate_backward(
         tokens=tokens,
         height=_TOKENS,
         full=tokens % _TOKENS == 0,
+        parts=parts,
         stages=stages,
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
@@ -509,15 +545,17 @@ def _arguments(
 
 
 def _with_strides(name: str, gradient: Tensor) -> dict[str, Any]:
-    """Return a gradient [T, heads, dim] and its strides, as arguments of the kernel.
+    """Return a gradient and the strides of its tokens, heads and parts, as arguments of the kernel.
 
-    The gradient is the argument `name` of the kernel.
+    The gradient is the argument `name` of the kernel, [T, kv, parts, dim], or [T, kv, dim] without
+    parts. The stride of missing parts is 0.
     """
     # The kernel requires that the values of a head are contiguous.
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    token, head, _ = gradient.stride()
-    return {name: gradient, f"{name}_token": token, f"{name}_head": head}
+    token, head, *part, _ = gradient.stride()
+    arguments = {name: gradient, f"{name}_token": token, f"{name}_head": head}
+    return arguments | {f"{name}_part": part[0] if part else 0}
 
 
 def supports(quantizer: Any, dq: Tensor) -> bool:

@@ -313,12 +313,16 @@ def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
-def test_the_operator_of_flash_attention_4_has_its_gradients(
+def test_the_backward_in_parts_equals_the_backward_in_one_call(
     flash_attention_4_on_a_cpu: SimpleNamespace,
     heads: tuple[int, int],
     kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gradient may be a view, and the last documents may be empty."""
+    """The gradient may be a view, and the last documents may be empty.
+
+    Documents longer than `LONG` use the kernel's backward.
+    """
     query_heads, kv_heads = heads
     tokens = 40
     generator = torch.Generator().manual_seed(0)
@@ -340,11 +344,18 @@ def test_the_operator_of_flash_attention_4_has_its_gradients(
     }[kind]
     output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
-    gradients = torch.ops.pretrain.packed_fa4_backward(*states)
-    expected = attention.flash_backward(*states)
-    for gradient, reference in zip(gradients, expected, strict=True):
-        assert torch.equal(gradient, reference)
-        assert gradient.is_contiguous()
+    parts = attention.flash_backward_in_parts(*states)
+    summed = torch.ops.pretrain.packed_fa4_backward(*states)
+    monkeypatch.setattr(attention, "LONG", tokens * query_heads // kv_heads // 5 - 1)
+    expected = attention.flash_backward_in_parts(*states)
+    group = query_heads // kv_heads
+    assert [part.shape for part in parts[1:]] == [
+        (tokens, kv_heads, group, 16) if group > 1 else k.shape
+    ] * 2
+    for gradients in (summed, [part.sum(2) if part.dim() == 4 else part for part in parts]):
+        for gradient, reference in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-12)
+            assert gradient.is_contiguous()
 
 
 # ── Rejected architectures ─────────────────────────────────────────────────────────────
