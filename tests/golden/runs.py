@@ -94,6 +94,22 @@ RUNS = {
     "muon_hsdp": GoldenRun((*EXACT, *MUON, "train.steps=4"), launch="hsdp", processes=4),
 }
 
+# The runs of every commit. `make nightly` has the others.
+OF_EVERY_COMMIT = {
+    "fp32_fused_parity",
+    "bf16_weights",
+    "bf16_exact_fused",
+    "delayed_checkpointing",
+    "current",
+    "mxfp8_head",
+    "chat",
+    "stream",
+    "skip",
+    "rollback",
+    "zero_delayed",
+    "muon",
+}
+
 
 def write_sources(folder: Path) -> None:
     """Write texts, chats and a tokenizer of words, with the same bytes every time."""
@@ -274,6 +290,26 @@ def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
 def saved(run_dir: Path, step: int) -> str:
     """Return the digest of the checkpoint after `step`."""
     return digest(tensors_of(run_dir / "checkpoints" / f"step-{step:08d}"), named=True)
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
+
+
+# Endings of figures that depend on the machine.
+OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+
+
+def outcome(run_dir: Path, step: int) -> list[Any]:
+    """Return the figures of a run, and hashes of its weights after `step` and in `final/`.
+
+    Figures that depend on the machine are omitted.
+    """
+    figures = [
+        {key: value for key, value in json.loads(line).items() if not key.endswith(OF_THE_MACHINE)}
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [figures, saved(run_dir, step), digest(tensors_of(run_dir / "final"), named=True)]
 
 
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:

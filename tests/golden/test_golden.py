@@ -1,7 +1,7 @@
 """Compare small runs with the results in expected.json, so that no change of numerics is missed.
 
-    python -m pytest tests/golden                  # all runs; `-k bf16` for some
-    python -m pytest tests/golden --write-golden   # overwrite expected.json after a wanted change
+    python -m pytest tests/golden -m ""                  # all runs; `-k bf16` for some
+    python -m pytest tests/golden -m "" --write-golden   # overwrite expected.json
 
 Losses and gradient norms agree within a tolerance on every machine. With the CPU and the torch
 version that wrote the file, all figures and the hashes of weights are equal bit for bit.
@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 
 from tests.forked_commands import forking
-from tests.golden.runs import RUNS, machine, recipe_of, results_of, train, write_sources
+from tests.golden.runs import (
+    OF_EVERY_COMMIT,
+    RUNS,
+    machine,
+    recipe_of,
+    results_of,
+    train,
+    write_sources,
+)
 
 EXPECTED = Path(__file__).with_name("expected.json")
 # Tolerances for other processors, which may sum in another order, for example with AMX.
@@ -62,8 +70,16 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
     return check
 
 
-# The test below launches `ddp`.
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "ddp"])
+OTHERS = RUNS.keys() - OF_EVERY_COMMIT - {"ddp"}  # The test below launches `ddp`.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(OF_EVERY_COMMIT),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(OTHERS)),
+    ],
+)
 def test_a_run_computes_what_it_did(
     name: str, folder: Path, start_here: Callable, start_as_ranks: Callable, compare: Callable
 ) -> None:
@@ -73,8 +89,7 @@ def test_a_run_computes_what_it_did(
     compare(name, results_of(RUNS[name], folder / name / "run"))
 
 
-@pytest.mark.multi
-@pytest.mark.long
+@pytest.mark.nightly
 def test_accelerate_launch_of_ddp_computes_what_it_did(
     folder: Path, start_in_processes: Callable, compare: Callable
 ) -> None:

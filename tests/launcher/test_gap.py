@@ -15,7 +15,7 @@ from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
 from tests.conftest import Finished, contents
 from tests.lab.made_runs import rows_of
-from tests.launcher.test_precision_runs import EXPERTS
+from tests.launcher.conftest import with_experts
 
 LAYER = "model.layers.1"
 
@@ -108,10 +108,8 @@ def test_the_gap_of_a_mixture_counts_choices_that_differ(
     started: Callable, small_recipe: dict[str, Any], gap_of: Callable[..., str]
 ) -> None:
     """The layers are recomputed, so they choose experts twice."""
-    config = {
-        key: value for key, value in small_recipe["model"]["config"].items() if key != "head_dim"
-    }
-    small_recipe["model"] = {"config": config | EXPERTS, "gradient_checkpointing": "full"}
+    config = with_experts(small_recipe["model"]["config"])
+    small_recipe["model"] = {"config": config, "gradient_checkpointing": "full"}
     output = gap_of(started("run", "precision=delayed"))
     share = re.search(r"; ([\d.]+) % of the choices of experts differ", output)
     assert share and 0 < float(share[1]) < 20

@@ -1,5 +1,6 @@
-"""Test that runs that are killed, stopped or damaged end with the bits of an uninterrupted run.
+"""Test that an interrupted run ends with the bits of an uninterrupted run.
 
+test_stream_run.py and test_storage_run.py do the same with streams and buckets.
 benchmarks/kill_resume.py kills runs under `accelerate launch` at random moments.
 """
 
@@ -21,28 +22,21 @@ from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
 from pretrain.settings import config
 from tests.conftest import Finished, contents, flip, write_recipe
-from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
+from tests.golden.runs import outcome, steps_logged, steps_saved, tensor_files
+from tests.launcher.conftest import LOW, with_experts
 from tests.moments import LauncherProcess, Moment
 
 # Steps of a run with checkpoints after 4, 8 and 12.
 STEPS = 12
+DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2}
 
 
 @pytest.fixture(scope="module")
 def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Recipe with dropout, so that other random numbers after a resume change the losses."""
-    small = recipe_for(tmp_path_factory.mktemp("resume") / "run")
-    sizes = {
-        "model_type": "gpt2",
-        "vocab_size": 61,
-        "n_embd": 32,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 64,
-    }
-    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    return small | {
-        "model": {"config": sizes | dropout},
+    return recipe_for(tmp_path_factory.mktemp("resume") / "run") | {
+        "model": {"config": GPT2 | DROPOUT | {"n_positions": 64}},
         "train": {"steps": STEPS},
         "parity": "off",
     }
@@ -59,22 +53,15 @@ def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
 @pytest.fixture
 def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
     """Function that trains the recipe in this test's folder, in this process."""
-    return lambda *arguments: start_here(
-        recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments
-    )
+    here = recipe | {"run_dir": str(tmp_path / "run")}
+    return lambda *arguments: start_here(here, tmp_path, *arguments)
 
 
 @pytest.fixture
 def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
     """Function that trains the recipe in this test's folder, in a process with `moments`."""
-    return lambda *moments, settings=(): LauncherProcess(
-        [
-            str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)),
-            *settings,
-        ],
-        tmp_path / "log",
-        *moments,
-    )
+    path = write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)
+    return lambda *moments: LauncherProcess([str(path)], tmp_path / "log", *moments)
 
 
 @pytest.fixture
@@ -94,24 +81,9 @@ def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def outcome(run: Finished) -> list[Any]:
-    """Return the figures that do not depend on the machine, and the hashes of the weights.
-
-    Weights are those of the last checkpoint and of the exported model.
-    """
-    final = digest(tensors_of(run.run_dir / "final"), named=True)
-    machine_suffixes = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
-    figures = [
-        {key: value for key, value in record.items() if not key.endswith(machine_suffixes)}
-        for record in run.records()
-    ]
-    return [figures, saved(run.run_dir, STEPS), final]
-
-
-def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
-    recomputed = run("model.gradient_checkpointing=full")
-    assert recomputed.status == 0, recomputed.output
-    assert recomputed.losses() == alone.losses()
+def same_end(finished: Finished, alone: Finished) -> bool:
+    assert finished.status == 0, finished.output
+    return outcome(finished.run_dir, STEPS) == outcome(alone.run_dir, STEPS)
 
 
 # Moments in which one run is killed, start after start, and the possible steps of its newest
@@ -139,30 +111,113 @@ def test_a_run_killed_many_times_equals_one_left_alone(
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
         assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
-    finished = run()
-    assert finished.status == 0, finished.output
-    assert outcome(finished) == outcome(alone)
+    assert same_end(run(), alone)
     assert not list((tmp_path / "run").rglob("*partial*"))
     assert not list((tmp_path / "run").glob(".final*"))
 
 
+# A signal between two steps stops the run after the next step, and a signal before or during an
+# evaluation stops it after the evaluation. A signal while the last step is saved loses nothing.
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [
+        (Moment("logged", "^2$", SIGTERM), 3),
+        (Moment("logged", "^5$", SIGINT), 5),
+        (Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM), STEPS),
+    ],
+)
+def test_a_stopped_run_saves_its_step_and_resumes_exactly(
+    moment: Moment, step: int, alone: Finished, start: Callable, run: Callable, tmp_path: Path
+) -> None:
+    assert start(moment).end() == 128 + moment.signal
+    output = (tmp_path / "log").read_text()
+    assert moment.signal.name in output and "Traceback" not in output
+    assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
+    finished = run()
+    assert f"at step {step}" in finished.output
+    assert same_end(finished, alone)
+
+
+def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(
+    recipe: dict[str, Any], run: Callable, tmp_path: Path
+) -> None:
+    without = recipe | {"run_dir": str(tmp_path / "run"), "checkpoint": {"at_end": False}}
+    path = write_recipe(without, tmp_path)
+    moment = Moment("logged", f"^{STEPS}$", SIGTERM)
+    assert LauncherProcess([str(path)], tmp_path / "log", moment).end() == 128 + SIGTERM
+    assert steps_saved(tmp_path / "run") == [STEPS]
+    finished = run("checkpoint.every=null", "checkpoint.at_end=false")
+    assert finished.status == 0, finished.output
+    assert finished.records()[-1]["event"] == "evaluation"
+
+
+def damage(run_dir: Path, steps: str) -> None:
+    for file in run_dir.glob(f"checkpoints/step-{steps}/*.safetensors"):
+        flip(file)
+
+
+# Steps whose checkpoints the copy lacks, checkpoints to damage, settings, and the step after which
+# the run resumes.
+COPIES: dict[str, tuple[tuple[int, ...], str, tuple[str, ...], int | None]] = {
+    "a damaged checkpoint": ((), "*12", (), 8),
+    "another place of the state": ((12,), "none", ("optimizer.offload=state",), 8),
+    "no checkpoint": ((4, 8, 12), "none", (), None),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_run_resumes_exactly(
+    name: str, alone: Finished, copied: Callable, run: Callable
+) -> None:
+    without, damaged, settings, step = COPIES[name]
+    run_dir = copied(*without)
+    (run_dir / "summary.json").unlink()  # Only finished runs have a summary.
+    damage(run_dir, damaged)
+    finished = run(*settings)
+    assert (f"at step {step}" in finished.output) == (step is not None)
+    assert ("damaged" in finished.output) == (damaged != "none"), finished.output
+    assert same_end(finished, alone)
+
+
+def test_an_fp32_run_resumes_where_the_default_is_bf16_exact(
+    run: Callable, copied: Callable, alone: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = copied(8, 12)
+    monkeypatch.setattr(config, "usual_weights", lambda recipe, *, on_gpu: "bf16_exact")
+    assert same_end(run(), alone)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["weights"] == "fp32"
+
+
+def test_a_run_folder_to_resume_is_its_newest_checkpoint(
+    recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
+) -> None:
+    folder = copied(12)
+    elsewhere = recipe | {"run_dir": str(tmp_path / "resumed")}
+    resumed = start_here(elsewhere, tmp_path, "--resume", str(folder))
+    assert resumed.status == 0, resumed.output
+    assert f"{folder}/checkpoints/step-00000008 at step 8" in resumed.out, resumed.output
+    assert outcome(resumed.run_dir, STEPS)[1:] == outcome(alone.run_dir, STEPS)[1:]
+
+
+def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
+    recomputed = run("model.gradient_checkpointing=full")
+    assert recomputed.losses() == alone.losses(), recomputed.output
+
+
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
-    recipe: dict[str, Any], run: Callable, start_here: Callable, tmp_path: Path
+    alone: Finished, run: Callable, tmp_path: Path
 ) -> None:
-    assert run("schedule.kind=constant", "train.steps=8").status == 0
-    longer = run("schedule.kind=constant")
+    constant = ("schedule.kind=constant", "evaluate.every=null")
+    assert run(*constant, "train.steps=4").status == 0
+    longer = run(*constant, "train.steps=8")
     assert longer.status == 0, longer.output
-    uninterrupted = start_here(
-        recipe | {"run_dir": str(tmp_path / "uninterrupted")}, tmp_path, "schedule.kind=constant"
-    )
-    assert outcome(longer)[1:] == outcome(uninterrupted)[1:]
+    uninterrupted = run(*constant, "train.steps=8", f"run_dir={tmp_path / 'uninterrupted'}")
+    assert outcome(longer.run_dir, 8)[1:] == outcome(uninterrupted.run_dir, 8)[1:]
 
 
-def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
-    run: Callable,
-) -> None:
+def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(run: Callable) -> None:
     shorter = run("schedule.kind=wsd", "train.steps=8")
-    assert shorter.status == 0
+    assert shorter.status == 0, shorter.output
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
     assert "pass an earlier checkpoint to --resume" in refusal
     checkpoint = shorter.run_dir / "checkpoints/step-00000004"
@@ -170,129 +225,74 @@ def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
     assert longer.status == 0, longer.output
 
 
-def test_a_run_folder_to_resume_is_its_newest_checkpoint(
-    recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
-) -> None:
-    folder = copied(12)
-    resumed = start_here(
-        recipe | {"run_dir": str(tmp_path / "resumed")}, tmp_path, "--resume", str(folder)
-    )
-    assert resumed.status == 0, resumed.output
-    assert f"{folder}/checkpoints/step-00000008 at step 8" in resumed.out, resumed.output
-    assert outcome(resumed)[-1] == outcome(alone)[-1]
-
-
-# A signal between two steps stops the run after the next step, and a signal before or during an
-# evaluation stops it after the evaluation.
-@pytest.mark.parametrize(("logged", "step", "signal"), [(2, 3, SIGTERM), (5, 5, SIGINT)])
-def test_a_stopped_run_saves_its_step_and_resumes_exactly(
-    logged: int,
-    step: int,
-    signal: Any,
-    alone: Finished,
-    start: Callable,
-    run: Callable,
-    tmp_path: Path,
-) -> None:
-    assert start(Moment("logged", f"^{logged}$", signal)).end() == 128 + signal
-    output = (tmp_path / "log").read_text()
-    assert signal.name in output
-    assert "Traceback" not in output
-    assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
-    finished = run()
-    assert finished.status == 0, finished.output
-    assert f"at step {step}" in finished.output
-    assert outcome(finished) == outcome(alone)
-
-
-def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
-    alone: Finished, copied: Callable, start: Callable, run: Callable
-) -> None:
-    run_dir = copied(STEPS)
-    assert start(Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
-    assert steps_saved(run_dir)[-1] == STEPS
-    finished = run()
-    assert finished.status == 0, finished.output
-    assert outcome(finished) == outcome(alone)
-
-
-def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(
-    start: Callable, run: Callable, tmp_path: Path
-) -> None:
-    moment = Moment("logged", f"^{STEPS}$", SIGTERM)
-    stopped = start(moment, settings=("checkpoint.at_end=false",))
-    assert stopped.end() == 128 + SIGTERM, (tmp_path / "log").read_text()
-    assert steps_saved(tmp_path / "run")[-1] == STEPS
-    finished = run("checkpoint.at_end=false")
-    assert finished.status == 0, finished.output
-    assert finished.records()[-1]["event"] == "evaluation"
-
-
-def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
-    alone: Finished, copied: Callable, run: Callable
-) -> None:
-    newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
-    flip(max(newest.glob("*.safetensors")))
-    finished = run()
-    assert finished.status == 0, finished.output
-    assert str(newest) in finished.output
-    assert "at step 8" in finished.output
-    assert outcome(finished) == outcome(alone)
-
-
-def test_a_run_resumes_exactly_with_another_place_of_its_state(
-    alone: Finished, copied: Callable, run: Callable
-) -> None:
-    copied(STEPS)
-    finished = run("optimizer.offload=state")
-    assert finished.status == 0, finished.output
-    assert "at step 8" in finished.out
-    assert outcome(finished) == outcome(alone)
-
-
 def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
     copied: Callable, run: Callable
 ) -> None:
     run_dir = copied()
-    (run_dir / "summary.json").unlink()  # Only finished runs have a summary.
-    for file in run_dir.glob("checkpoints/*/*.safetensors"):
-        flip(file)
+    (run_dir / "summary.json").unlink()
+    damage(run_dir, "*")
     before = contents(run_dir)
     assert f"{run_dir}/checkpoints: every checkpoint is damaged" in run().refusal
     assert contents(run_dir) == before
 
 
-def test_the_steps_of_another_training_are_not_cut_away(
-    alone: Finished, copied: Callable, run: Callable
-) -> None:
+def test_the_steps_of_another_training_are_not_cut_away(copied: Callable, run: Callable) -> None:
     """Without a checkpoint, a start with other settings would restart metrics.jsonl at step 0."""
     run_dir = copied(4, 8, STEPS)
     (run_dir / "summary.json").unlink()
     before = (run_dir / "metrics.jsonl").read_bytes()
-    refused = run("optimizer.learning_rate=0.5")
-    assert refused.status == 2
-    assert str(run_dir) in refused.refusal
-    assert "optimizer.learning_rate" in refused.refusal
+    refusal = run("optimizer.learning_rate=0.5").refusal
+    assert str(run_dir) in refusal and "optimizer.learning_rate" in refusal
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert outcome(run()) == outcome(alone), "the same recipe must start from step 0"
 
 
 def test_a_finished_run_started_again_changes_nothing(
     alone: Finished, start_here: Callable, recipe: dict[str, Any]
 ) -> None:
-    before = outcome(alone)
-    folder = Path(recipe["run_dir"]).parent
-    repeated = start_here(recipe, folder)
-    assert repeated.status == 0 and "already finished" in repeated.output, repeated.output
-    assert outcome(repeated) == before
-    in_tokens = start_here(recipe, folder, f"train.tokens={STEPS * recipe['batch']['tokens']}")
-    assert in_tokens.status == 0, in_tokens.output
-    assert outcome(in_tokens) == before, "the same horizon in tokens must change nothing"
-    files = contents(repeated.run_dir)
+    before = outcome(alone.run_dir, STEPS)
+    folder = alone.run_dir.parent
+    for horizon in ((), (f"train.tokens={STEPS * recipe['batch']['tokens']}",)):
+        repeated = start_here(recipe, folder, *horizon)
+        assert "already finished" in repeated.output, repeated.output
+        assert outcome(repeated.run_dir, STEPS) == before
+    files = contents(alone.run_dir)
     for options in ((), ("--accept-changes",), ("--plan",)):
         refusal = start_here(recipe, folder, "train.steps=8", *options).refusal
         assert "is from step 12, but `train` ends the run at step 8; raise" in refusal
-        assert contents(repeated.run_dir) == files
+        assert contents(alone.run_dir) == files
+
+
+# ── Precisions, experts and ranks ──
+
+PHASES = "precision=[{until: 3, use: delayed}, "
+MUON = ("precision=bf16", "optimizer.name=muon", "optimizer.moments=bf16")
+
+# The step after which a run of five steps resumes, the topology of two ranks, and settings.
+RESUMES: dict[str, tuple[int, str | None, tuple[str, ...]]] = {
+    "at a switch of precision": (3, None, (PHASES + "{use: bf16}]",)),
+    "before a switch of precision": (2, None, (PHASES + "{use: current}]",)),
+    "experts": (2, None, ("precision=delayed", "model.gradient_checkpointing=full")),
+    "Muon": (2, None, MUON),
+    "Muon in shards": (2, "fsdp2", MUON),
+    "histories of two ranks": (2, "fsdp2", ("precision=delayed",)),
+}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    name: str, started: Callable[..., Finished], small_recipe: dict[str, Any]
+) -> None:
+    step, topology, settings = RESUMES[name]
+    if name == "experts":
+        small_recipe["model"]["config"] = with_experts(small_recipe["model"]["config"])
+    run = started("run", *settings, topology=topology)
+    checkpoint = f"{run.run_dir}/checkpoints/step-{step:08}"
+    resumed = started("resumed", *settings, "--resume", checkpoint, topology=topology)
+    assert "the recipe has changed" not in resumed.output
+    assert resumed.losses() == run.losses()[step:]
+    for folder in ("checkpoints/step-00000005", "final"):
+        assert tensor_files(resumed.run_dir / folder) == tensor_files(run.run_dir / folder)
 
 
 # ── Restored state ──
@@ -349,48 +349,23 @@ FAULTS = {
 }
 
 
-def test_an_fp32_run_resumes_where_the_default_is_bf16_exact(
-    run: Callable, copied: Callable, alone: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = copied(8, 12)
-    monkeypatch.setattr(config, "usual_weights", lambda recipe, *, on_gpu: "bf16_exact")
-    resumed = run()
-    assert resumed.status == 0, resumed.output
-    assert outcome(resumed) == outcome(alone)
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["weights"] == "fp32"
-
-
-LOW = (
-    "precision=delayed",
-    "weights=bf16_exact",
-    "fp8_config.on_unsupported=emulate",
-    "train.steps=4",
-)
-
-
 @pytest.fixture(scope="module")
-def low(
-    recipe: dict[str, Any],
-    start_here: Callable,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+def low(recipe: dict[str, Any], start_here: Callable, tmp_path_factory: Any) -> Path:
     """Folder of a run in low precision that was saved after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("low")
-    run_dir = folder / "run"
-    finished = start_here(recipe | {"run_dir": str(run_dir)}, folder, *LOW, "checkpoint.every=2")
+    settings = (*LOW, "train.steps=4", "checkpoint.every=2")
+    finished = start_here(recipe | {"run_dir": str(folder / "run")}, folder, *settings)
     assert finished.status == 0, finished.output
-    return run_dir
+    return finished.run_dir
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_resume_from_anything_but_what_was_saved_stops(
-    fault: str,
-    low: Path,
-    run: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, low: Path, run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, line = FAULTS[fault]
     make(monkeypatch)
-    resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
+    checkpoint = str(low / "checkpoints/step-00000002")
+    resumed = run(*LOW, "train.steps=4", "--resume", checkpoint)
     assert resumed.status == 3, resumed.output
     assert re.search(line, resumed.err), resumed.output

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
 from pretrain.model.gradients import local_part
-from tests.pretrain.verify import update_faults
+from tests.pretrain.verify import sharding_faults, update_faults
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 from tests.pretrain.verify.update_faults import after_update
 from tests.ranks import start_ranks
@@ -147,8 +148,25 @@ def test_what_is_lost_between_two_processes_is_found() -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.multi
-@pytest.mark.parametrize("topology", OF_UPDATES)
+def test_gradients_that_are_reduced_in_bf16_are_found_in_bf16_runs() -> None:
+    """`tests.pretrain.verify.mutations` covers low precisions."""
+    of_one_layer = partial(sharding_faults.find_faults, layers=1)
+    found, _ = printed_by_ranks(of_one_layer, "zero", ["bf16"])
+    assert found.pop("nothing") == {"bf16": []}
+    assert all(checks["bf16"] for checks in found.values())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "fsdp2",
+        pytest.param("ddp", marks=pytest.mark.nightly),
+        pytest.param("zero", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_wrong_update_of_one_rank_stops_both(topology: str) -> None:
     messages_by_rank = printed_by_ranks(find_faults_of_updates, topology, OF_UPDATES[topology])
     for messages in messages_by_rank:

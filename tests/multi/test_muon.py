@@ -1,9 +1,8 @@
-"""Muon in two processes, with copies of the parameters (DDP) and with shards (FSDP2)."""
+"""The parameters of Muon in two processes, with copies (DDP) and with shards (FSDP2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pretrain.model.gradients import gathered
 from pretrain.optimizer.muon import Hidden, Muon
-from tests.conftest import Finished
-from tests.multi.test_processes import copy_of_step_4, figures
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.multi
@@ -69,67 +66,3 @@ def test_two_ranks_have_the_parameters_and_momentum_of_one(
         assert all(map(torch.equal, tensors, expected))
     counts = [result[1][1] for result in results]
     assert sum(counts) == (1 if sharded else 2) * count
-
-
-@pytest.fixture(scope="module")
-def start(
-    start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path_factory: Any
-) -> Callable[..., Finished]:
-    """Function that trains 8 steps with Muon, in one process or as `topology` launches them.
-
-    The update is checked in every second step.
-    """
-    folder = tmp_path_factory.mktemp("muon")
-
-    def started(name: str, *settings: str, topology: str | None = None) -> Finished:
-        recipe = recipe_for(folder / name) | {"train": {"steps": 8}}
-        recipe["model"]["config"]["num_hidden_layers"] = 2
-        recipe["optimizer"] = {"name": "muon", "learning_rate": 0.01}
-        arguments = (recipe, folder, "log.fp8_statistics=2", *settings)
-        if topology is None:
-            finished = start_here(*arguments)
-        else:
-            launch = f"--config_file accelerate_configs/{topology}.yaml --mixed_precision no"
-            finished = start_as_ranks(*arguments, launch=launch.split())
-        assert finished.status == 0, finished.output
-        return finished
-
-    return started
-
-
-@pytest.fixture(scope="module")
-def one(start: Callable[..., Finished]) -> Finished:
-    return start("one")
-
-
-@pytest.mark.parametrize("topology", ["ddp", "zero", "fsdp2"])
-def test_two_processes_train_as_one(
-    topology: str, one: Finished, start: Callable[..., Finished]
-) -> None:
-    two = start(topology, topology=topology)
-    # Gradients that are summed in another order differ by 1e-7, and then by a bit of BF16.
-    for key, tolerance in {"loss": 1e-4, "held_out_loss": 1e-4, "muon_update_rms": 1e-2}.items():
-        assert figures(two, key) == pytest.approx(figures(one, key), rel=tolerance), key
-
-
-def test_shards_that_keep_codes_train_as_one_process(start: Callable[..., Finished]) -> None:
-    low = ("precision=current", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
-    settings = (*low, "train.steps=4")
-    one = start("one_low", *settings)
-    two = start("fsdp2_low", *settings, topology="fsdp2")
-    assert figures(two, "loss") == pytest.approx(figures(one, "loss"), rel=1e-3)
-
-
-@pytest.mark.parametrize("topology", [None, "fsdp2"])
-def test_resumed_runs_have_the_same_bits(
-    topology: str | None, start: Callable[..., Finished], tmp_path: Path
-) -> None:
-    settings = ("precision=bf16", "weights=bf16_exact", "optimizer.moments=bf16")
-    name = f"exact_{topology}"
-    run = start(name, *settings, topology=topology)
-    moved = copy_of_step_4(run.run_dir, tmp_path / "resumed")
-    resumed = start(name, *settings, moved, topology=topology)
-    assert resumed.losses() == run.losses(), resumed.output
-    assert "the recipe has changed" not in resumed.output
-    for file in (run.run_dir / "final").glob("*.safetensors"):
-        assert (resumed.run_dir / "final" / file.name).read_bytes() == file.read_bytes()

@@ -275,18 +275,22 @@ def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
 
 
 def main() -> None:
-    """Print the collectives of each run, and the number of tensors that differ if none is freed."""
+    """Print the collectives of a run, and the number of tensors that differ if none is freed."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    found: dict[str, Any] = {}
-    for name in sys.argv[1:]:
-        seen, figures = train(accelerator, RUNS[name])
-        with overridden(sharding, QUANTIZED_SHARE=2.0):
-            expected, _ = train(accelerator, RUNS[name])
-        differ = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
-        found[name] = {"differ": differ, **figures}
-    found["error"] = error_of_a_read(accelerator)
-    found["rounded"] = errors_of_rounded_sums(accelerator)
+    seen, found = train(accelerator, RUNS[sys.argv[1]])
+    with overridden(sharding, QUANTIZED_SHARE=2.0):
+        expected, _ = train(accelerator, RUNS[sys.argv[1]])
+    found["differ"] = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
+    accelerator.end_training()
+
+
+def main_errors() -> None:
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    assert "reads a gathered weight that was freed" in error_of_a_read(accelerator)
+    correct, *rounded = errors_of_rounded_sums(accelerator)
+    assert correct == ""
+    assert all("rounds the gradients of" in error for error in rounded)
     accelerator.end_training()
 
 
@@ -308,52 +312,59 @@ def main_fused() -> None:
     accelerator.end_training()
 
 
-def found_by_ranks(topology: str, folder: Path, *runs: str) -> dict[str, Any]:
-    """Return the result of `main` in two ranks, which must be the same."""
+def start(main: Callable[[], None], topology: str, folder: Path, *arguments: str) -> str:
+    """Run `main` in two ranks and return what they print."""
     launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
-    status, out, err = start_ranks(runs, launch, folder, main=main)
+    status, out, err = start_ranks(arguments, launch, folder, main=main)
     assert status == 0, out + err
+    return out
+
+
+ONCE = {"layer": 2, "embed_tokens": 1, "norm": 1}
+# By topology and run: gathers of a step with two microbatches, and reductions.
+COLLECTIVES: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
+    ("zero", "tied"): (ONCE, ONCE),
+    ("fsdp2", "tied"): (ONCE, ONCE | {"layer": 2 * MICROBATCHES}),
+    # One layer is quantized. The other one is gathered for forward and for backward. The backward
+    # of an embedding needs no gather.
+    ("fsdp2", "untied"): (
+        {"layer": 1 + 2 * MICROBATCHES, "lm_head": 1, "embed_tokens": MICROBATCHES},
+        {},
+    ),
+    ("fsdp2", "transposed"): ({"layer": 2 * MICROBATCHES}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [
+        pytest.param(*key, marks=[] if key == ("fsdp2", "tied") else pytest.mark.nightly)
+        for key in COLLECTIVES
+    ],
+)
+def test_quantized_weights_are_gathered_once_a_step(
+    topology: str, name: str, tmp_path: Path
+) -> None:
+    out = start(main, topology, tmp_path, name)
     found, other = (json.loads(line[6:]) for line in out.splitlines() if line[:6] == "FOUND ")
     assert found == other
-    assert "reads a gathered weight that was freed" in found.pop("error")
-    correct, *rounded = found.pop("rounded")
-    assert correct == ""
-    assert all("rounds the gradients of" in error for error in rounded)
-    assert [figures.pop("differ") for figures in found.values()] == [0] * len(runs)
-    return found
+    gathers, reductions = COLLECTIVES[topology, name]
+    assert gathers.items() <= found["foreach_all_gather"].items()
+    assert reductions.items() <= found["foreach_reduce"].items()
+    assert found["differ"] == 0
+    if name == "tied":
+        assert found["resident"] == RESIDENT
 
 
-def test_quantized_weights_are_gathered_once_a_step(tmp_path: Path) -> None:
-    found = found_by_ranks("fsdp2", tmp_path, *RUNS)
-    often = MICROBATCHES
-    gathers = {name: figures["foreach_all_gather"] for name, figures in found.items()}
-    reductions = {name: figures["foreach_reduce"] for name, figures in found.items()}
-    assert gathers["tied"] == {"layer": 2, "embed_tokens": 1, "norm": 1}
-    assert reductions["tied"] == {"layer": 2 * often, "embed_tokens": 1, "norm": 1}
-    # One layer is quantized. The other one is gathered for forward and for backward.
-    assert gathers["untied"]["layer"] == 1 + 2 * often
-    assert gathers["untied"]["lm_head"] == 1
-    # The backward of an embedding needs no gather.
-    assert gathers["untied"]["embed_tokens"] == often
-    assert gathers["transposed"]["layer"] == 2 * often
-    assert found["tied"]["resident"] == RESIDENT
+def test_freed_weights_and_rounded_gradients_are_errors(tmp_path: Path) -> None:
+    start(main_errors, "fsdp2", tmp_path)
 
 
 def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> None:
     """References are the published packages, among them Transformer Engine's Python."""
-    launch = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
-    status, out, err = start_ranks([str(references)], launch, tmp_path, main=main_fused)
-    assert status == 0, out + err
+    start(main_fused, "fsdp2", tmp_path, str(references))
 
 
-@pytest.mark.parametrize("topology", ["ddp", "zero"])
+@pytest.mark.parametrize("topology", [pytest.param("ddp", marks=pytest.mark.nightly), "zero"])
 def test_microbatches_run_as_graphs(topology: str, tmp_path: Path) -> None:
-    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
-    status, out, err = start_ranks([str(tmp_path)], launch, tmp_path, main=main_graphs)
-    assert status == 0, out + err
-
-
-def test_zero_frees_quantized_weights(tmp_path: Path) -> None:
-    found = found_by_ranks("zero", tmp_path, "tied")["tied"]
-    once = {"layer": 2, "embed_tokens": 1, "norm": 1}
-    assert found == {"foreach_all_gather": once, "foreach_reduce": once, "resident": RESIDENT}
+    start(main_graphs, topology, tmp_path, str(tmp_path))

@@ -212,7 +212,7 @@ def rounded_before_reduction(run: SmallRun, patch: Patch) -> None:
 @fault("gathered weights are freed too early", quantized)
 def freed_too_early(run: SmallRun, patch: Patch) -> None:
     group = layer_of(run)
-    run.layers[0].register_forward_pre_hook(lambda *_: group.free(run.packed.context.engine))
+    run.layers[0].register_forward_pre_hook(lambda *_: group.free())
 
 
 @fault("gathered weights are stale")
