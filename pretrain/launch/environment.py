@@ -396,10 +396,9 @@ def _check_mesh(environ: Mapping[str, str], processes: int) -> int:
         return 1
     if replicas * shards != processes:
         raise InputError(
-            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
-            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size (number "
-            "of replicas) and --parallelism_config_dp_shard_size (number of shards) to two numbers "
-            f"whose product is {processes}"
+            f"{_ORIGIN}: {replicas} replicas x {shards} shards are not {processes} processes; set "
+            "--parallelism_config_dp_replicate_size (number of replicas) and "
+            "--parallelism_config_dp_shard_size (number of shards) to two numbers with this product"
         )
     return replicas
 

@@ -140,15 +140,14 @@ def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connec
 
 
 def check_log(log: Path) -> None:
-    """Raise InputError if a log exists, but is not a file that this process may read and write.
+    """Raise InputError if a log exists, but is not a file.
 
     A link is refused, because the output would be written to the file behind it.
     """
-    is_usable = log.is_file() and os.access(log, os.R_OK | os.W_OK)
-    if log.is_symlink() or (log.exists() and not is_usable):
+    if log.is_symlink() or (log.exists() and not log.is_file()):
         raise InputError(
-            f"{log}: the output of a training cannot be appended here, because this is not a file "
-            "that you may read and write; move it away"
+            f"{log}: the output of a training cannot be appended here, because this is not a file; "
+            "move it away"
         )
 
 

@@ -152,13 +152,11 @@ class Console:
     def _loss(self, key: str) -> str:
         """Return the mean of a loss over the steps since the last line, as text of constant width.
 
-        `key` is the key of the loss in the steps' metrics. Values that are not finite are excluded
-        from the mean. The text is "nan" if all values are excluded. It is a dash if no step has a
+        `key` is the key of the loss in the steps' metrics. The text is a dash if no step has a
         value, because no token of these steps has a label.
         """
         values = [record[key] for record in self._since_line if record.get(key) is not None]
-        finite = [value for value in values if math.isfinite(value)]
-        mean = statistics.fmean(finite or [math.nan]) if values else None
+        mean = statistics.fmean(values) if values else None
         return or_dash(mean, "{:.4f}".format).rjust(7)
 
     def _rate(self, key: str, milliseconds: float) -> float:

@@ -33,14 +33,6 @@ from foundation.settings import flatten
 from pretrain.metrics.run_folder import METRICS_FILE, STATISTICS_FILE, TRACKERS_FILE
 from pretrain.settings.recipe import LogSettings
 
-# Map names that are common in other projects to keys of `metrics.jsonl`. Trackers receive the value
-# under both names.
-OTHER_NAMES = {
-    "mfu": "mfu_bf16_peak",
-    "throughput_per_sec": "tokens_per_second",
-    "grad_norm": "gradient_norm",
-}
-
 
 class JsonlTracker:
     """Writer of a JSON lines file.
@@ -189,7 +181,6 @@ class Trackers:
                 for key, value in record.items()
                 if type(value) in (int, float) and key != "step"
             }
-            numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
             self._send(self.services, numbers, record["step"])
         elif event == "samples":
             texts = {

@@ -107,7 +107,7 @@ def state() -> None:
     PartialState()  # accelerate's trackers ask it whether this is the main process
 
 
-def test_tensorboard_gets_numbers_under_both_names(tmp_path, state):
+def test_tensorboard_gets_numbers_and_samples(tmp_path, state):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trackers = trackers_of(["tensorboard"], tmp_path)
@@ -120,7 +120,7 @@ def test_tensorboard_gets_numbers_under_both_names(tmp_path, state):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     assert (
-        events.Scalars("throughput_per_sec")[0].value == 1001.0
+        events.Scalars("tokens_per_second")[0].value == 1001.0
         and events.Scalars("held_out_loss")[0].step == 2
     )
     assert any("samples" in tag for tag in events.Tags()["tensors"])
