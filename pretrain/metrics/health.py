@@ -165,13 +165,12 @@ class Health:
             can_go_back: True if there is a checkpoint to roll back to.
         """
         reason = f"the update has written infinity or NaN into {some_of(names)}"
-        rolls_back = self.settings.on_nan == "rollback"
-        obstacle = self._obstacle("rollback", can_go_back) if rolls_back else ""
-        if rolls_back and not obstacle:
+        obstacle = self._obstacle("rollback", can_go_back)
+        if self.settings.on_nan == "rollback" and not obstacle:
             return StepDecision("rollback", reason)
         return StepDecision(
             "stop",
-            f"{reason}{obstacle}. The weights of this step are not saved",
+            f"{reason}. The weights of this step are not saved",
             "Lower `optimizer.learning_rate`. Then either resume from an earlier checkpoint, or "
             "start a new run",
         )
