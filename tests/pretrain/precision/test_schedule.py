@@ -28,6 +28,7 @@ DELAYED = active_in("delayed")
 BF16 = active_in("bf16", "torch")
 MINIMAL = {
     "name": "r",
+    "weights": "fp32",
     "model": {"source": "m"},
     "data": {"packs": "p", "length": 32},
     "train": {"steps": 100},
