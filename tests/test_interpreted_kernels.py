@@ -11,16 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-INTERPRETED = [
-    "softmax",
-    "norm",
-    "activation_kernel",
-    "rotary",
-    "triton_arithmetic",
-    "exact_adamw",
-    "experts_kernel",
-    "attention_kernel",
-]
+INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
 
 
 @pytest.mark.nightly

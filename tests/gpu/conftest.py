@@ -26,9 +26,6 @@ from tests.pretrain.conftest import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Relative error of storing an exact result as BF16, which keeps 8 bits. The GPU rounds to nearest;
-# the interpreter truncates.
-ROUNDED = 2**-7 if INTERPRETED else 2**-8
 cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 
@@ -138,7 +135,7 @@ def inline_assembly_in_python() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def conversions_that_round() -> Iterator[None]:
     """Make the interpreter convert to BF16 and FP8 as the GPU does.
 

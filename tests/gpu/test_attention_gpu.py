@@ -1,10 +1,14 @@
-"""Compare packed attention's CUDA kernels with SDPA, and compiled models with single documents.
+"""Compare packed attention with attention of single documents in FP64, and compiled models.
 
-Also test which of a kernel's results repeat bit for bit.
+The tests of our Triton kernel alone also run on a CPU, under Triton's interpreter
+(TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,17 +18,147 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
+from pretrain.model.attention_kernel import attend, attend_backward
 from pretrain.model.fused.formulas import Heads
+from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only, relative_error
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, one_pass, packed
 
+# The interpreter cannot multiply matrices in BF16.
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+SCALE = 0.11
 LENGTH = 512
-PACKS = 3
+TOKENS = 3 * LENGTH
 DOCUMENTS = {
     "mixed": [200, 1, 311, 512, 17, 400, 95],
-    "a pack each": [LENGTH] * PACKS,
+    "a pack each": [LENGTH] * 3,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
+    "boundaries of blocks": [63, 1, 448, 130, 129, 253, 2, 510],
 }
 KERNELS = ["fa4", "cudnn", "triton", "varlen"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96), Heads(4, 1, 256)]
+
+
+def offsets(sizes: Sequence[int], spare: int = 0) -> Tensor:
+    """Return the documents' offsets. The last offset occurs `spare` more times."""
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    return torch.cat([ends, ends[-1:].repeat(spare)]).to(DEVICE, torch.int32)
+
+
+def draw(heads: Heads, tokens: int, *, stacked: bool = False) -> list[Tensor]:
+    """Return queries, keys, values and the gradient of the output [tokens, heads, dim].
+
+    With `stacked`, queries, keys and values are views of one tensor.
+    """
+    generator = torch.Generator().manual_seed(tokens)
+    qkv = torch.randn(tokens, heads.width, generator=generator).to(DEVICE, DTYPE)
+    d_output = torch.randn(tokens, heads.query, heads.dim, generator=generator)
+    states = heads.split(qkv)
+    if not stacked:
+        states = tuple(state.clone() for state in states)
+    return [*states, d_output.to(DEVICE, DTYPE)]
+
+
+@cache
+def reference(heads: Heads, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the output, the gradients, and the log-sums [heads, tokens], in FP64."""
+    *states, d_output = draw(heads, sum(sizes))
+    leaves = [state.double().requires_grad_() for state in states]
+    outputs = []
+    log_sums = []
+    for q, k, v in zip(*(leaf.split(sizes) for leaf in leaves), strict=True):
+        k, v = (t.repeat_interleave(heads.query // heads.kv, 1).transpose(0, 1) for t in (k, v))
+        scores = SCALE * q.transpose(0, 1) @ k.transpose(1, 2)
+        is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        log_sums.append(scores.logsumexp(-1))
+    output = torch.cat(outputs)
+    gradients = torch.autograd.grad(output, leaves, d_output.double())
+    exact = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
+    return exact | {"log_sums": torch.cat(log_sums, dim=1).detach()}
+
+
+def check(
+    results: dict[str, Tensor], heads: Heads, sizes: Sequence[int], limit: float = 2**-7
+) -> None:
+    """Compare output and gradients with the reference, also within each document.
+
+    A leak at one boundary changes only the two documents beside it.
+    """
+    exact = reference(heads, tuple(sizes))
+    for name, actual in results.items():
+        assert actual.dtype == DTYPE, name
+        assert (actual.double() - exact[name]).norm() < limit * exact[name].norm() + 1e-4, name
+        # In a document of one token, the exact gradients of the query and the key are 0. So the
+        # error of a document is compared with the usual size of the values, if that is larger.
+        usual = exact[name].square().mean().sqrt() + 1e-4
+        pairs = zip(actual.double().split(sizes), exact[name].split(sizes), strict=True)
+        for number, (document, alone) in enumerate(pairs):
+            error = (document - alone).square().mean().sqrt()
+            assert error < 2**-6 * max(usual, alone.square().mean().sqrt()), (name, number)
+
+
+# ── Our Triton kernel ──
+
+
+def by_kernel(states: list[Tensor], sizes: Sequence[int], spare: int = 0) -> dict[str, Tensor]:
+    """Return the results of the Triton kernel by name, as in `reference`."""
+    q, k, v, d_output = states
+    bounds = attention.document_bounds(offsets(sizes, spare), len(q))
+    output, log_sums = attend(q, k, v, bounds, SCALE)
+    gradients = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
+    results = dict(zip(("output", "dq", "dk", "dv"), (output, *gradients), strict=True))
+    assert all(result.is_contiguous() for result in results.values())
+    return results | {"log_sums": log_sums}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "stacked"),
+    [
+        ([1], Heads(4, 2, 16), False),
+        ([80, 1, 33, 64], Heads(4, 2, 16), True),
+        ([17, 2, 70], Heads(3, 1, 32), False),
+        ([64, 65], Heads(2, 2, 64), True),
+        ([1, 63, 65, 130], Heads(2, 1, 64), False),
+    ],
+    ids=str,
+)
+def test_the_triton_kernel_equals_attention_of_single_documents(
+    sizes: list[int], heads: Heads, stacked: bool
+) -> None:
+    results = by_kernel(draw(heads, sum(sizes), stacked=stacked), sizes, spare=3)
+    log_sums = results.pop("log_sums").double()
+    exact = reference(heads, tuple(sizes))["log_sums"]
+    torch.testing.assert_close(log_sums, exact, rtol=0, atol=1e-4)
+    check(results, heads, sizes)
+
+
+def test_neither_strides_nor_other_documents_change_the_bits() -> None:
+    states = draw(Heads(2, 1, 32), 100)
+    expected = by_kernel(states, [40, 60])
+    states[3] = states[3].transpose(0, 1).contiguous().transpose(0, 1)
+    strided = by_kernel(states, [40, 60])
+    assert all(torch.equal(strided[name], result) for name, result in expected.items())
+    for changed in states:
+        changed[40:] *= 3
+    changed_results = by_kernel(states, [40, 60])
+    for name in ("output", "dq", "dk", "dv"):
+        assert torch.equal(changed_results[name][:40], expected[name][:40]), name
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the fused layers of this test are those for a CPU")
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # without and with rotation and head norms
+def test_fused_layers_have_the_gradients_of_layers_with_sdpa(name: str) -> None:
+    loss, gradients = one_pass(packed(build(ARCHITECTURES[name], backend="packed_triton")))
+    expected_loss, expected = one_pass(packed(build(ARCHITECTURES[name], backend="packed_sdpa")))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        error = (gradients[parameter] - gradient).norm()
+        assert error <= 2e-6 * largest + 1e-5 * gradient.norm(), parameter
+
+
+# ── All kernels ──
 
 
 def kernel_of(kind: Any, heads: Heads) -> Any:
@@ -35,132 +169,51 @@ def kernel_of(kind: Any, heads: Heads) -> Any:
     return AttentionInterface()[f"packed_{kind}"]
 
 
-def offsets(sizes: list[int], spare: int = 0) -> Tensor:
-    """Return the documents' offsets, followed by `spare` empty documents."""
-    ends = torch.tensor(sizes).cumsum(0)
-    return torch.cat([torch.zeros(1), ends, ends[-1:].repeat(spare)]).to("cuda", torch.int32)
-
-
-def random_states(heads: Heads, tokens: int = LENGTH * PACKS) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [
-        torch.randn(1, h, tokens, heads.dim, device="cuda").bfloat16()
-        for h in (heads.query, heads.kv, heads.kv)
-    ]
-
-
-def attend(kind: str, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
-    """Return the output [1, T, heads, D] and the gradients of q, k and v."""
-    name = f"packed_{kind}"
-    states = [state.detach().requires_grad_() for state in states]
+def results_of(kind: str, heads: Heads, sizes: Sequence[int], spare: int) -> dict[str, Tensor]:
+    kernel = kernel_of(kind, heads)
+    *states, d_output = draw(heads, sum(sizes))
+    states = [state.transpose(0, 1).contiguous()[None].requires_grad_() for state in states]
     cu_seqlens = offsets(sizes, spare)
-    documents = attention.documents_for(name, cu_seqlens, LENGTH, LENGTH * PACKS)
-    output, _ = AttentionInterface()[name](
+    longest = max(LENGTH, *sizes)
+    documents = attention.documents_for(f"packed_{kind}", cu_seqlens, longest, sum(sizes))
+    output, _ = kernel(
         None,
         *states,
         None,
         cu_seqlens=cu_seqlens,
-        max_seqlen=LENGTH,
+        max_seqlen=longest,
         documents=documents,
-        scaling=0.11,
+        scaling=SCALE,
     )
-    torch.manual_seed(1)
-    return output, *torch.autograd.grad(
-        output, states, torch.randn(output.shape, device="cuda").to(output.dtype)
-    )
+    gradients = torch.autograd.grad(output, states, d_output[None])
+    results = (output.detach()[0], *(gradient[0].transpose(0, 1) for gradient in gradients))
+    return dict(zip(("output", "dq", "dk", "dv"), results, strict=True))
 
 
-def errors_of(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
-    """Return the relative error of each tensor by its name."""
-    errors = {}
-    for name, computed, expected in zip(("output", "dq", "dk", "dv"), actual, exact, strict=True):
-        assert computed.shape == expected.shape, name
-        assert computed.dtype == torch.bfloat16, name
-        errors[name] = ((computed.float() - expected).norm() / expected.norm()).item()
-    return errors
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@cuda_only
+@pytest.mark.parametrize(
+    ("kind", "heads"), [*itertools.product(KERNELS, SHAPES), ("sdpa", Heads(4, 2, 64))], ids=str
+)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_kernels_agree_with_fp32_attention_for_any_documents(
+def test_kernels_equal_attention_of_single_documents(
     kind: str, heads: Heads, documents: str, spare: int
 ) -> None:
-    kernel_of(kind, heads)
     sizes = DOCUMENTS[documents]
-    states = random_states(heads)
-    exact = attend("sdpa", [s.float() for s in states], sizes, spare)
-    errors = errors_of(attend(kind, states, sizes, spare), exact)
-    assert max(errors.values()) < 2**-7, errors
+    limit = 2**-6 if kind == "sdpa" else 2**-7
+    check(results_of(kind, heads, sizes, spare), heads, sizes, limit)
 
 
-@pytest.mark.parametrize("kind", [*KERNELS, "sdpa"])
-def test_each_document_has_the_attention_of_this_document_alone(kind: str) -> None:
-    """A leak at one boundary changes only the two documents beside it, in both directions."""
-    heads = Heads(4, 2, 64)
-    if kind != "sdpa":
-        kernel_of(kind, heads)
-    sizes = [63, 1, 448, 130, 129, 253, 2, 510]
-    states = random_states(heads)
-    packed = attend(kind, states, sizes, 3)
-    # The gradient of the output that `attend` draws.
-    torch.manual_seed(1)
-    d_output = torch.randn(packed[0].shape, device="cuda").to(packed[0].dtype)[0].double()
-    leaves = [state[0].transpose(0, 1).double().requires_grad_() for state in states]
-    outputs = []
-    for q, k, v in zip(*(leaf.split(sizes) for leaf in leaves), strict=True):
-        k, v = (t.repeat_interleave(heads.query // heads.kv, 1).transpose(0, 1) for t in (k, v))
-        scores = 0.11 * q.transpose(0, 1) @ k.transpose(1, 2)
-        is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        outputs.append((scores.masked_fill(is_later, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-    output = torch.cat(outputs)
-    exact = [output.detach(), *torch.autograd.grad(output, leaves, d_output)]
-    actual = [packed[0][0], *(gradient[0].transpose(0, 1) for gradient in packed[1:])]
-    for name, computed, expected in zip(("output", "dq", "dk", "dv"), actual, exact, strict=True):
-        # In a document of one token, the exact gradients of the query and the key are 0. So the
-        # error of each document is compared with the usual size of the values.
-        usual = expected.square().mean().sqrt()
-        pairs = zip(computed.double().split(sizes), expected.split(sizes), strict=True)
-        for number, (of_document, alone) in enumerate(pairs):
-            error = (of_document - alone).square().mean().sqrt()
-            assert error < 2**-6 * usual, (name, number)
-
-
+@cuda_only
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("size", [128, 4096])
-def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int) -> None:
+def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: str, size: int) -> None:
     """The kernel sums blocks of keys into dQ in an order that differs from call to call."""
-    heads = SHAPES[0]
-    tokens = 32_768
-    kernel = kernel_of(kind, heads)
-    states = [state.requires_grad_() for state in random_states(heads, tokens)]
-    d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
-
-    cu_seqlens = offsets([size] * (tokens // size), 7)
-    documents = attention.documents_for(f"packed_{kind}", cu_seqlens, 4096, tokens)
-
-    def once() -> tuple[Tensor, ...]:
-        output, _ = kernel(
-            None,
-            *states,
-            None,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=4096,
-            documents=documents,
-        )
-        return output.detach(), *torch.autograd.grad(output, states, d_output)
-
-    first, *again = (once() for _ in range(5))
-    differing = {
-        name: max((tensor != repeat).sum().item() for repeat in repeats)
-        for name, tensor, repeats in zip(
-            ("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True
-        )
-    }
-    assert differing["output"] == differing["dk"] == differing["dv"] == 0
-    for gradients in again:
-        assert (gradients[1].float() - first[1].float()).norm() / first[1].float().norm() < 2**-9
+    sizes = [size] * (32_768 // size)
+    first, *again = (results_of(kind, SHAPES[0], sizes, 7) for _ in range(5))
+    for results in again:
+        assert all(torch.equal(results[name], first[name]) for name in ("output", "dk", "dv"))
+        assert relative_error(results["dq"], first["dq"]) < 2**-9
 
 
 def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -174,6 +227,7 @@ def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
+@cuda_only
 @pytest.mark.parametrize("kind", [*KERNELS, "sdpa"])
 def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> None:
     kernel_of(kind, Heads(4, 2, 64))
@@ -186,7 +240,7 @@ def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> N
 
     compiled = []
     for sizes, spare in [(DOCUMENTS["mixed"], 1), ([512, 512, 500, 12], 12), ([64] * 24, 3)]:
-        ids = torch.randint(97, (1, LENGTH * PACKS), device="cuda")
+        ids = torch.randint(97, (1, TOKENS), device="cuda")
         cu_seqlens = offsets(sizes, spare)
         torch._dynamo.mark_dynamic(cu_seqlens, 0)
         logits = model(
@@ -194,13 +248,13 @@ def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> N
             position_ids=torch.cat([torch.arange(n, device="cuda") for n in sizes])[None],
             cu_seqlens=cu_seqlens,
             max_seqlen=LENGTH,
-            documents=attention.documents_for(f"packed_{kind}", cu_seqlens, LENGTH, LENGTH * PACKS),
+            documents=attention.documents_for(f"packed_{kind}", cu_seqlens, LENGTH, TOKENS),
             use_cache=False,
         ).logits
         expected = torch.cat(
             [plain(document[None]).logits for document in ids[0].split(sizes)], dim=1
         )
-        assert (logits.float() - expected).norm() / expected.norm() < 0.03
+        assert relative_error(logits, expected.detach()) < 0.03
         for trained, computed in ((model, logits), (plain, expected)):
             trained.zero_grad()
             computed.float().square().mean().backward()

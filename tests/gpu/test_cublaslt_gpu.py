@@ -18,8 +18,8 @@ from torch import Tensor
 from pretrain.precision import cublaslt
 from pretrain.precision.cublaslt import Products, add_product_, products_on
 from pretrain.precision.product import Probe
+from tests.gpu.assembled import assemble
 from tests.gpu.conftest import relative_error
-from tests.gpu.test_fused_gpu import assemble, larger
 from tests.pretrain.model.fused.fused_models import inputs
 
 BF16 = torch.bfloat16
@@ -46,11 +46,16 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16, generator=generator)
 
 
-def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
-    """Return Transformer Engine's tensor of quantized values, and the decoded values in FP32."""
+def library_of_hopper() -> Any:
     te = pytest.importorskip("transformer_engine.pytorch")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
+    return te
+
+
+def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """Return Transformer Engine's tensor of quantized values, and the decoded values in FP32."""
+    te = library_of_hopper()
     scale_inv = values.abs().amax().float().reshape(1) / torch.finfo(dtype).max
     codes = (values.float() / scale_inv).to(dtype)
     name = te.DType.kFloat8E4M3 if dtype == E4M3 else te.DType.kFloat8E5M2
@@ -68,25 +73,40 @@ def products_of_this_gpu() -> Products:
 # ── Values ──
 
 
+def operands_of(kind: Any) -> tuple[Any, Any, Tensor]:
+    """Return both operands and their FP32 product. FP8 operands are given by their two dtypes."""
+    if kind in SHAPES:
+        left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[kind]))
+        matrix = left.t() if kind[0] == "T" else left
+        rows = right.t() if kind[1] == "T" else right
+        return left, right, rows.float() @ matrix.float()
+    (left, a), (right, b) = (
+        in_codes(draw(*shape), dtype) for shape, dtype in zip(SHAPES["TN"], kind, strict=True)
+    )
+    return left, right, b @ a.t()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("layout", SHAPES)
-def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool, biased: bool):
-    left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[layout]))
-    residual = draw(N, M, seed=2) if adds else None
+@pytest.mark.parametrize("kind", [*SHAPES, (E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
+def test_a_gemm_equals_the_fp32_gemm(kind: Any, adds: bool, biased: bool) -> None:
+    left, right, expected = operands_of(kind)
+    residual = 10 * draw(N, M, seed=2) if adds else None
     before = None if residual is None else residual.clone()
-    matrix = left.t() if layout[0] == "T" else left
-    rows = right.t() if layout[1] == "T" else right
     bias = 10 * draw(M, seed=3) if biased else None
-    expected = rows.float() @ matrix.float() + (residual.float() if adds else 0)
-    expected = expected if bias is None else expected + bias.float()
-    for _ in range(2):  # The first call searches an algorithm, the second uses it.
-        y = cublaslt.multiply(left, right, layout=layout, bias=bias, residual=residual)
-        assert y is not None
-        assert y.shape == (N, M)
-        assert relative_error(y, expected) < ROUNDING
+    for added in (residual, bias):
+        expected = expected if added is None else expected + added.float()
+    options = {"layout": kind} if kind in SHAPES else {}
+    for fast in (False, True):
+        if kind not in SHAPES:
+            options["fast_accumulation"] = fast
+        for _ in range(2):  # The first call searches an algorithm, the second uses it.
+            y = cublaslt.multiply(left, right, bias=bias, residual=residual, **options)
+            assert y is not None
+            assert y.shape == (N, M)
+            assert relative_error(y, expected) < ROUNDING
     assert before is None or torch.equal(residual, before)
-    assert len(products_of_this_gpu().chosen) == 1
+    assert len(products_of_this_gpu().chosen) == (1 if kind in SHAPES else 2)
 
 
 def test_a_transposed_view_is_multiplied_as_it_is_stored():
@@ -126,39 +146,10 @@ def test_a_cached_algorithm_is_used_without_trials(
     assert len(cached.read_bytes()) == 64
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("types", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
-def test_an_fp8_gemm_equals_the_gemm_of_decoded_operands(
-    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool, biased: bool
-):
-    (left, a), (right, b) = (
-        in_codes(draw(*shape), dtype) for shape, dtype in zip(SHAPES["TN"], types, strict=True)
-    )
-    residual = 10 * draw(N, M, seed=2) if adds else None
-    bias = 10 * draw(M, seed=3) if biased else None
-    expected = b @ a.t() + (residual.float() if adds else 0)
-    expected = expected if bias is None else expected + bias.float()
-    y = cublaslt.multiply(left, right, fast_accumulation=fast, bias=bias, residual=residual)
-    assert y is not None
-    assert relative_error(y, expected) < ROUNDING
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-    library_y = general_gemm(
-        left, right, out_dtype=BF16, layout="TN", bias=bias, use_split_accumulator=not fast
-    )[0]
-    if residual is not None:
-        library_y = library_y + residual
-    assert relative_error(y, library_y.float()) < ROUNDING
-
-
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_block_scaled_gemm_equals_transformer_engines(adds: bool):
     """Two tensors in squares of 128 x 128 are not multiplied: `multiply` returns None."""
-    te = pytest.importorskip("transformer_engine.pytorch")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+    te = library_of_hopper()
     weight, x = (
         te.Float8BlockQuantizer(
             te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions
@@ -180,8 +171,7 @@ def test_a_block_scaled_gemm_equals_transformer_engines(adds: bool):
 
 
 def test_scales_may_change_between_calls():
-    (left, a), (right, b) = (in_codes(draw(*shape), E4M3) for shape in SHAPES["TN"])
-    expected = b @ a.t()
+    left, right, expected = operands_of((E4M3, E4M3))
     for factor in (1.0, 4.0, 0.5):
         left._scale_inv = left._scale_inv * factor  # another tensor
         expected = expected * factor
@@ -253,10 +243,8 @@ def test_deterministic_runs_do_not_search():
 def test_gemms_add_residuals_unless_results_are_observed(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("transformer_engine.pytorch")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    packed = assemble(larger("llama"), precision, fused=True)
+    library_of_hopper()
+    packed = assemble("llama", precision, fused=True)
     # For each GEMM, whether it added a residual.
     residuals: list[bool] = []
     multiply = cublaslt.multiply

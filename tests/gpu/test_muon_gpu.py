@@ -1,4 +1,4 @@
-"""Muon on a GPU: FP32 and exact BF16 weights are equal, and follow torch.optim.Muon."""
+"""Muon on a GPU: FP32 and exact BF16 weights are equal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pretrain.optimizer.muon import Hidden, Muon
 from tests.gpu.conftest import DEVICE
 
 SHAPES = ((256, 128), (128, 384), (256, 256), (256, 128))
-RATE = 1e-2
-STEPS = 20
 
 
 def trained_by_muon(dtype: torch.dtype, moments: torch.dtype) -> list[Tensor]:
@@ -22,9 +20,9 @@ def trained_by_muon(dtype: torch.dtype, moments: torch.dtype) -> list[Tensor]:
     updated_by_adamw = nn.Parameter(torch.zeros(1, device=DEVICE))
     updated_by_adamw.grad = torch.ones(1, device=DEVICE)
     hidden = [Hidden(parameter, inputs=1) for parameter in params]
-    options = {"lr": RATE, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    options = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = Muon([{"params": [updated_by_adamw]}, group], hidden, moments=moments, **options)
-    for step in range(STEPS):
+    for step in range(20):
         set_gradients(params, step)
         optimizer.step(clip_coefficient=torch.tensor(0.5, device=DEVICE))
     return [master_of(p.detach(), optimizer.state[p].get("remainder")) for p in params]
@@ -38,14 +36,14 @@ def drawn(dtype: torch.dtype) -> list[nn.Parameter]:
     ]
 
 
-def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in params:
         weight = parameter.detach()
         if weight.dtype == torch.float32:
             weight, _ = split(weight)
         noise = torch.randn(weight.shape, generator=generator).bfloat16().to(DEVICE)
-        parameter.grad = (factor * (weight.sin() + noise)).to(parameter.dtype)
+        parameter.grad = (weight.sin() + noise).to(parameter.dtype)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
@@ -53,15 +51,3 @@ def test_exact_bf16_weights_have_the_bits_of_fp32(moments: torch.dtype) -> None:
     fp32 = trained_by_muon(torch.float32, moments)
     exact = trained_by_muon(torch.bfloat16, moments)
     assert all(map(torch.equal, exact, fp32))
-
-
-def test_fp32_weights_follow_torchs_muon() -> None:
-    masters = drawn(torch.float32)
-    before = [parameter.detach().clone() for parameter in masters]
-    reference = torch.optim.Muon(masters, lr=RATE, weight_decay=0.1)
-    for step in range(STEPS):
-        set_gradients(masters, step, factor=0.5)
-        reference.step()
-    trained = trained_by_muon(torch.float32, torch.float32)
-    for weight, expected, start in zip(trained, masters, before, strict=True):
-        assert (weight - expected).norm() < 0.05 * (expected - start).norm()

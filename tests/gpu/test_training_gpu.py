@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,15 +180,9 @@ def test_the_launcher_switches_the_precision_during_a_run(
     keep: str,
     train: Callable,
     low_precision_recipe: dict[str, Any],
-    tmp_path: Path,
 ) -> None:
-    """A run that resumes at the switch agrees with the first run, up to nondeterminism."""
     schedule = f"precision=[{{until: 0.5, use: {before}}}, {{use: {after}}}]"
-    recipe = low_precision_recipe | {
-        "parity": "on",
-        "weights": "bf16_exact",
-        "checkpoint": {"every": 6, "keep": 3},
-    }
+    recipe = low_precision_recipe | {"parity": "on", "weights": "bf16_exact"}
     launch = ["--config_file", "accelerate_configs/bf16.yaml"]
     options = (schedule, f"fp8_config.keep_bf16={keep}")
     run = train(*options, recipe=recipe, launch=launch)
@@ -208,14 +201,3 @@ def test_the_launcher_switches_the_precision_during_a_run(
             if product["effective"] == name != "bf16"
         }
         assert ("down_proj" in low) == (name != "bf16" and keep == "[]"), name
-    checkpoint = run.run_dir / "checkpoints" / "step-00000006"
-    resumed = train(
-        *options,
-        f"run_dir={tmp_path / 'resumed'}",
-        "--resume",
-        str(checkpoint),
-        recipe=recipe,
-        launch=launch,
-    )
-    assert resumed.status == 0, resumed.output
-    assert resumed.losses() == pytest.approx(run.losses()[6:], rel=2e-2)

@@ -1,13 +1,11 @@
 """Compare Transformer Engine's GEMMs on a GPU with the emulation.
 
-Tests cover outputs, gradients, scales and cached weights over microbatches, recomputation and
-restored state. The tests of the quantizers compare the quantized operands bit for bit.
+Tests cover outputs, gradients, scales and cached weights over microbatches. The tests of the
+quantizers compare the quantized operands bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,11 +35,6 @@ FAST_ACCUMULATION = 1e-2
 @pytest.fixture(params=QUANTIZED)
 def recipe(request: pytest.FixtureRequest) -> str:
     return needs(request.param)
-
-
-@pytest.fixture
-def delayed() -> str:
-    return needs("delayed")
 
 
 def make(engine_class: type[Any], name: str, **options: Any) -> GemmEngine:
@@ -153,13 +146,11 @@ def test_a_weight_is_quantized_once_a_step_and_not_by_evaluation(recipe: str) ->
 @pytest.mark.parametrize(
     "options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}]
 )
-def test_delayed_histories_and_scales_equal_the_emulations_bits(
-    delayed: str, options: dict[str, Any]
-) -> None:
+def test_delayed_histories_and_scales_equal_the_emulations_bits(options: dict[str, Any]) -> None:
     weight, bias = parameters()
     states = []
     for engine_class in (TransformerEngine, EmulationEngine):
-        engine = make(engine_class, delayed, amax_history_len=3, **options)
+        engine = make(engine_class, needs("delayed"), amax_history_len=3, **options)
         linears = [linear_of(engine, IN, OUT, name=name, bias=True) for name in ("p", "q")]
         snapshots = []
         for number in range(5):  # The history has three entries.
@@ -175,115 +166,3 @@ def test_delayed_histories_and_scales_equal_the_emulations_bits(
     for index, (state, emulated) in enumerate(zip(*states, strict=True)):
         when = f"{'backward' if index % 2 else 'forward'} of microbatch {index // 2}"
         assert not differing(state, emulated), (when, state, emulated)
-
-
-@pytest.mark.parametrize("giant", [1e24, torch.inf])
-def test_a_skipped_step_does_not_change_the_state(delayed: str, giant: float) -> None:
-    weight, bias = parameters()
-    results = []
-    for skips_a_step in (True, False):
-        engine = make(TransformerEngine, delayed, amax_history_len=5)
-        linear = linear_of(engine, IN, OUT, bias=True)
-        for number in range(3):
-            microbatch(linear, *operands(number), weight, bias, True)
-        if skips_a_step:
-            before = linear.context.copied_state()
-            x, gradient = operands(5)
-            microbatch(linear, x, gradient * giant, weight, bias, True)
-            linear.context.go_back(before)
-        results.append(microbatch(linear, *operands(7), weight, bias, True) | snapshot(engine))
-    assert not differing(*results)
-
-
-class Layers:
-    """Two layers of two linears with an activation between them, checkpointed or not."""
-
-    def __init__(self, name: str) -> None:
-        options = {"amax_history_len": 3} if name == "delayed" else {}
-        self.engine = make(TransformerEngine, name, **options)
-        self.linears = [
-            (
-                linear_of(self.engine, IN, OUT, name=f"{index}.up"),
-                linear_of(self.engine, OUT, IN, name=f"{index}.down"),
-            )
-            for index in range(2)
-        ]
-        weight, _ = parameters()
-        self.weights = [
-            (weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_())
-            for _ in range(2)
-        ]
-        self.recomputations = 0
-
-    def layer(self, x: Tensor, index: int, first: bool) -> Tensor:
-        up, down = self.linears[index]
-        wide, narrow = self.weights[index]
-        up.context.first_microbatch = down.context.first_microbatch = first
-        hidden = F.silu(up(x, wide)) * 0.5
-        return x + 1.5 * down(hidden, narrow)
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        self.recomputations += 1
-        yield
-
-    def step(self, number: int, *, checkpointed: bool) -> list[Tensor]:
-        """Train one step of two microbatches. Returns the outputs and the updated weights."""
-        outputs = []
-        for first in (True, False):
-            x = operands(2 * number + first)[0].requires_grad_()
-            with self.engine.forward():
-                for index in range(2):
-                    if checkpointed:
-                        x = self.engine.checkpoint(
-                            self.layer, x, index, first, again=self.recomputing
-                        )
-                    else:
-                        x = self.layer(x, index, first)
-            (x.float().square().sum() / TOKENS).backward()
-            outputs.append(x.detach())
-        with torch.no_grad():
-            for weight in (weight for pair in self.weights for weight in pair):
-                weight -= 1e-4 * weight.grad
-                weight.grad = None
-        return [*outputs, *(weight.detach().clone() for pair in self.weights for weight in pair)]
-
-    def run(self, *, checkpointed: bool) -> dict[str, Tensor]:
-        """Train three steps. Returns the results of `step` and the state, by name."""
-        values = [
-            value for number in range(3) for value in self.step(number, checkpointed=checkpointed)
-        ]
-        return {f"value {i}": value for i, value in enumerate(values)} | snapshot(self.engine)
-
-
-def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
-    plain = Layers(recipe).run(checkpointed=False)
-    layers = Layers(recipe)
-    checkpointed = layers.run(checkpointed=True)
-    assert layers.recomputations == 3 * 2 * 2
-    # NVFP4 rounds gradients stochastically, so only the first step's outputs are the same.
-    if recipe == "nvfp4":
-        plain, checkpointed = (
-            {name: results[name] for name in ("value 0", "value 1")}
-            for results in (plain, checkpointed)
-        )
-    assert not differing(checkpointed, plain)
-
-
-def test_reset_restores_the_state_before_the_first_forward(recipe: str) -> None:
-    if recipe == "nvfp4":
-        pytest.skip("rounds gradients stochastically")
-    expected = Layers(recipe).run(checkpointed=True)
-    layers = Layers(recipe)
-    fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
-    layers.step(8, checkpointed=True)
-    # A step that runs out of memory has a forward without a backward.
-    with layers.engine.forward():
-        layers.engine.checkpoint(
-            layers.layer, operands(9)[0].requires_grad_(), 0, True, again=layers.recomputing
-        )
-    layers.engine.reset()
-    for pair, values in zip(layers.weights, fresh, strict=True):
-        for weight, value in zip(pair, values, strict=True):
-            weight.data.copy_(value)
-    assert not differing(layers.run(checkpointed=True), expected)

@@ -121,7 +121,7 @@ class Precision:
     costs: StepCosts | None = None
     # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
-    # True if CUDA graphs may contain the products. tests/gpu/test_graphs_gpu.py tests this.
+    # True if CUDA graphs may contain the products. tests/gpu/test_same_bits_gpu.py tests this.
     in_graphs: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
