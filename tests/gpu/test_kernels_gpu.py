@@ -405,6 +405,7 @@ def test_results_are_those_of_the_formula(name: str, case: tuple[Any, ...]) -> N
     assert results.keys() == exact.keys()
     for result, actual in results.items():
         assert actual.is_contiguous(), result
+        assert actual.shape == exact[result].shape, result
         kernel.bounds[result](actual, exact[result])
     equal(kernel.compute(inputs).values(), results.values())
 
@@ -589,8 +590,8 @@ def test_offsets_beyond_32_bits_are_right(
     tokens: int,
 ) -> None:
     """The last 64 rows have the bits that they have alone. All rows before are equal."""
-    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        pytest.skip("needs 60 GiB")
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
     inputs = draw(*case)
     expected = compute(inputs)
 

@@ -495,7 +495,7 @@ def test_runs_of_the_launcher_have_the_same_bits(
 
 def figures_of(run_dir: Path) -> list[list[Any]]:
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [[record[key] for key in FIGURES] for record in records if "loss" in record]
+    return [[record.get(key) for key in FIGURES] for record in records if "loss" in record]
 
 
 def compare(first: Path, other: Path) -> None:
