@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from packing.arrow import Pack
 from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -102,3 +104,10 @@ def settings_of(
     return LowPrecisionSettings(
         keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **to_nearest(recipe)
     ).resolved(recipe)
+
+
+def pack_of(documents: int, length: int, draw: np.random.Generator) -> Pack:
+    """Return a pack of random tokens whose documents have random lengths."""
+    cuts = np.sort(draw.choice(np.arange(1, length), documents - 1, replace=False))
+    lengths = np.diff([0, *cuts, length]).astype(np.int32)
+    return Pack(draw.integers(256, size=length).astype(np.uint32), lengths)

@@ -85,33 +85,6 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def device_functions_patch_triton_once() -> Iterator[None]:
-    """Patch triton.language in the first call of a device function only.
-
-    The interpreter patches it in every call of a kernel and of a device function. The patches of
-    kernels are undone, the patches of device functions are not. The patches of all calls took a
-    third of the time of these tests.
-    """
-    if not INTERPRETED:
-        yield
-        return
-    from triton.runtime.interpreter import InterpretedFunction
-
-    call = InterpretedFunction.__call__
-    called: set[InterpretedFunction] = set()
-
-    def call_patched(function: InterpretedFunction, *arguments: Any, **options: Any) -> Any:
-        if function in called:
-            return function.rewrite()(*arguments, **options)
-        called.add(function)
-        return call(function, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "__call__", call_patched)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def inline_assembly_in_python() -> Iterator[None]:
     """Compute inline assembly in Python, because the interpreter does not support it."""
     if not INTERPRETED:

@@ -220,10 +220,13 @@ def activation_in_fp32(i: Inputs) -> Results:
 # ── Rotation of queries and keys ──
 
 
-def rows_of_heads(tokens: int, heads: Heads, normed: bool, rotated: bool = True) -> Inputs:
+def rows_of_heads(
+    tokens: int, heads: Heads, normed: bool, rotated: bool = True, in_parts: bool = False
+) -> Inputs:
     """Draw rows, angles of packed documents, norms, and gradients with the strides of attention's.
 
-    The factor 0.9 scales cos and sin as YaRN does.
+    With `in_parts`, the gradients of keys and values have one part per query head. The factor 0.9
+    scales cos and sin as YaRN does.
     """
     frequencies = 10_000 ** (-torch.arange(heads.dim // 2, device=DEVICE) / (heads.dim // 2))
     angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
@@ -231,6 +234,9 @@ def rows_of_heads(tokens: int, heads: Heads, normed: bool, rotated: bool = True)
         normal(seed, count, tokens, heads.dim).transpose(0, 1)
         for seed, count in enumerate((heads.query, heads.kv, heads.kv))
     ]
+    if in_parts:
+        parts = heads.query // heads.kv
+        gradients[1:] = (normal(seed, tokens, heads.kv, parts, heads.dim) for seed in (1, 2))
     weights = [1 + normal(seed, heads.dim) / 4 for seed in (3, 4)]
     return Inputs(
         gradients=gradients,
@@ -363,6 +369,8 @@ KERNELS = {
         [
             (32, Heads(3, 3, 64), False, False),
             (333, Heads(3, 3, 64), False, False),
+            (37, Heads(4, 2, 64), True, True, True),
+            (37, Heads(6, 3, 32), False, True, True),
             # The last tile is not full.
             *((37, heads, normed) for heads in SMALL_HEADS for normed in BOTH),
         ],
@@ -509,15 +517,19 @@ def test_codes_of_extreme_gates_saturate_and_keep_nan() -> None:
 @pytest.mark.parametrize("normed", BOTH)
 @pytest.mark.parametrize("scale", [4096.0, 3e5])
 @pytest.mark.parametrize(
-    ("tokens", "heads"),
-    [(64, SMALL_HEADS[0]), (32, SMALL_HEADS[2]), pytest.param(*REAL_HEADS[0], marks=cuda_only)],
+    ("tokens", "heads", "in_parts"),
+    [
+        (64, SMALL_HEADS[0], False),
+        (32, SMALL_HEADS[2], True),
+        pytest.param(*REAL_HEADS[0], True, marks=cuda_only),
+    ],
     ids=str,
 )
 def test_codes_of_a_rotated_gradient_are_those_of_the_bf16_gradient(
-    tokens: int, heads: Heads, scale: float, normed: bool
+    tokens: int, heads: Heads, in_parts: bool, scale: float, normed: bool
 ) -> None:
     """The larger scale saturates. Sums keep their bits."""
-    i = rows_of_heads(tokens, heads, normed)
+    i = rows_of_heads(tokens, heads, normed, in_parts=in_parts)
     inputs = (*i.gradients, i.qkv if normed else None, i.cos, i.sin, heads, i.norms)
     values, *expected = rotary_kernel.rotate_backward(*inputs, summed=True)
     written = buffers(E5M2_CODES, i.qkv.shape, scale)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import attention as packed_attention
 from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
@@ -37,7 +36,7 @@ from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import OptimizerSettings
 from tests.conftest import write_packs
 from tests.golden.runs import tensors_of
-from tests.gpu.assembled import ON_TE, assemble
+from tests.gpu.assembled import ON_TE, assemble, pack_of
 from tests.gpu.conftest import needs
 from tests.pretrain.conftest import on_a
 
@@ -53,11 +52,7 @@ def step_of(number: int, length: int) -> StepBatches:
     draw = np.random.default_rng(number)
     microbatches = []
     for documents in draw.permutation([1, 4, 9, 15]):
-        packs = []
-        for _ in range(PACKS):
-            cuts = np.sort(draw.choice(np.arange(1, length), documents - 1, replace=False))
-            lengths = np.diff([0, *cuts, length]).astype(np.int32)
-            packs.append(Pack(draw.integers(256, size=length).astype(np.uint32), lengths))
+        packs = [pack_of(documents, length, draw) for _ in range(PACKS)]
         microbatches.append(build_microbatch(packs, mask_boundaries=True, pin_memory=True))
     valid_tokens = sum(microbatch.valid_tokens for microbatch in microbatches)
     return StepBatches(microbatches, 4 * PACKS * length, valid_tokens, 0)

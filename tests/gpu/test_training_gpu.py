@@ -11,53 +11,27 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model import attention
-from pretrain.model import huggingface as model
-from pretrain.model.configuration import load_config
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.settings import PRECISIONS
 from pretrain.run.startup import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.gpu.assembled import LENGTH, larger, pack_of
+from tests.pretrain.model.fused.fused_models import build
 
-LENGTH = 256
-VOCABULARY = 503
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-}
-HEADS = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-SETTINGS = ModelSettings(config=QWEN3 | HEADS)
 DEVICE = torch.device("cuda")
 
 
 @pytest.fixture
 def packed() -> PackedLanguageModel:
     """Model with FP32 weights, BF16 working copies and torch's variable-length attention."""
-    config = load_config(SETTINGS)
-    hf = model.build(
-        SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen"
-    )
+    hf = build(larger("qwen3"), torch.float32, DEVICE, "packed_varlen")
     packed = PackedLanguageModel(hf, "packed_varlen", LossSettings(chunk=512))
-    wrap_layers(packed, SETTINGS, cast_to=torch.bfloat16, compile_layers=False)
+    settings = ModelSettings(config=larger("qwen3"))
+    wrap_layers(packed, settings, cast_to=torch.bfloat16, compile_layers=False)
     return packed
-
-
-def pack_of(documents: int, seed: int) -> Pack:
-    rng = np.random.default_rng(seed)
-    cuts = np.sort(rng.choice(np.arange(1, LENGTH), documents - 1, replace=False))
-    lengths = np.diff([0, *cuts, LENGTH]).astype(np.int32)
-    return Pack(rng.integers(VOCABULARY, size=LENGTH).astype(np.uint32), lengths)
 
 
 @pytest.fixture
@@ -74,7 +48,8 @@ def memory_for() -> Iterator[Callable[[int], None]]:
 
 
 def trial(packs: int) -> Microbatch:
-    return build_microbatch([pack_of(4, seed) for seed in range(packs)], mask_boundaries=True)
+    draw = np.random.default_rng(0)
+    return build_microbatch([pack_of(4, LENGTH, draw) for _ in range(packs)], mask_boundaries=True)
 
 
 def largest(
