@@ -95,17 +95,15 @@ def matrix_in(
     write_packs(
         folder / "packs", length, {"train": packs}, settings={}, statistics={}, tokenizer=None
     )
+    backends = {name: "emulation" if reasons.get(name) else "TE" for name in names}
     settings = MatrixSettings(
         name="doctor",
         recipe=RECIPE,
         accelerate=find_configuration(accelerate),
         overrides={"data.packs": str(folder / "packs")},
         cells={
-            name: {
-                "precision": name,
-                "fp8_config.backend": "emulation" if reasons.get(name) else "TE",
-            }
-            for name in names
+            name: {"precision": name, "fp8_config.backend": backend}
+            for name, backend in backends.items()
         },
         run_dir=f"{folder}/{{cell}}",
     )

@@ -98,11 +98,12 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
         settings_of(run) | training
         for run, training in zip((first, second), trainings, strict=True)
     )
-    return {
-        key: (as_text(first_values.get(key), key), as_text(second_values.get(key), key))
-        for key in changed
-        if first_values.get(key) != second_values.get(key)
-    }
+    differences = {}
+    for key in changed:
+        values = first_values.get(key), second_values.get(key)
+        if values[0] != values[1]:
+            differences[key] = (as_text(values[0], key), as_text(values[1], key))
+    return differences
 
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -63,9 +62,7 @@ def range_after_the_fall(curves: Sequence[np.ndarray]) -> tuple[float, float] | 
 def model_name(run: RunRecord) -> str:
     """Return a short name of the run's model.
 
-    The name is the last part of `model.source`. If `model.source` is the `final` folder of another
-    run, the name of that run is returned. If `model.source` is not set, the model type is returned.
+    The name is `model.source`, or the model type if `model.source` is not set.
     """
     model = run.config["model"]
-    source = Path(model["source"] or model["config"]["model_type"])
-    return source.parent.name if source.name == "final" else source.name
+    return model["source"] or model["config"]["model_type"]

@@ -192,10 +192,9 @@ def gain_interval(
     speedups = speedup.interval(protocol.error)
     if losses is None or slopes is None or speedups is None:
         return None
-    return [
-        max(0.0, speedups[0]) / max(tokens_for(protocol, losses[1], slope) for slope in slopes),
-        speedups[1] / min(tokens_for(protocol, losses[0], slope) for slope in slopes),
-    ]
+    most_tokens = max(tokens_for(protocol, losses[1], slope) for slope in slopes)
+    fewest_tokens = min(tokens_for(protocol, losses[0], slope) for slope in slopes)
+    return [max(0.0, speedups[0]) / most_tokens, speedups[1] / fewest_tokens]
 
 
 def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:

@@ -172,6 +172,7 @@ class WhichTrainings:
             cells: Settings of each cell by its name. They replace DEFAULT_SETTINGS.
         """
         defaults = DEFAULT_SETTINGS | {"evaluate.served": self.recipe.evaluate.served}
+        with_defaults = {cell: defaults | values for cell, values in cells.items()}
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,
@@ -179,7 +180,7 @@ class WhichTrainings:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            cells={cell: defaults | values for cell, values in cells.items()},
+            cells=with_defaults,
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 

@@ -13,6 +13,7 @@ but no MFU. Cards with contradictory published figures (A10G, GB10) or without a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,14 @@ class Card:
         return 32 if self.capability < (9, 0) else 64
 
 
-# The cards in cards.yaml.
-CARDS = tuple(
-    Card(name=name, **row | {"capability": tuple(row["capability"])})
-    for name, row in load_yaml(Path(__file__).with_suffix(".yaml")).items()
-)
+def _read_cards(path: Path) -> Iterator[Card]:
+    """Yield the cards in a YAML file."""
+    for name, row in load_yaml(path).items():
+        capability = tuple(row.pop("capability"))
+        yield Card(name=name, capability=capability, **row)
+
+
+CARDS = tuple(_read_cards(Path(__file__).with_suffix(".yaml")))
 
 
 def card_of(device_name: str | None) -> Card | None:

@@ -28,12 +28,14 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         f"{plan.recipe.weights} weights, {_devices_line(plan)}"
     )
     memory = _memory_lines(plan)
+    if brief:
+        memory = memory[:1]
     subjects = {
         "model": model_lines(plan),
         "step": [_step_line(plan)],
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
-        "memory": memory[:1] if brief else memory,
+        "memory": memory,
         "warning: ": plan.warnings,
     }
     return "\n".join([*textwrap.wrap(title, width()), "─" * width(), in_subjects(subjects)])
