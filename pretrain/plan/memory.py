@@ -190,11 +190,8 @@ def step_memory(
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
     if keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-    # True if the gathered weights of the LM head exist only at the loss.
-    frees_head = bool(low_head and devices.sharded and not flops.tied)
     with_codes = sum(layer.keeps_codes for layer in layers)
     gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
-    gathered -= head * frees_head
     gradients = values * BYTES[recipe.gradients_kept_in]
     quantized_weights = sum(layer.quantized_weights for layer in layers)
     if low_head:
@@ -211,8 +208,6 @@ def step_memory(
     }
     in_backward = 4 * sent + tokens * _largest_backward(layers)
     at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
-    # The first microbatch frees the gathered weights of the LM head after the loss.
-    at_loss += number * head * frees_head
     # The memory of the two peaks is never needed at the same time, so only the larger one counts.
     if at_loss >= in_backward:
         parts["the loss"] = at_loss

@@ -286,13 +286,6 @@ class Plan(Training):
                 "`weights: bf16` loses the smallest updates of the weights; set `weights: "
                 "bf16_exact` to keep all of them"
             )
-        usual = [active.precision.options.get("fp8_format") for active in self.precisions]
-        chosen = [active.settings.fp8_format for active in self.precisions]
-        if ("E4M3", "HYBRID") in zip(usual, chosen, strict=True):
-            warnings.append(
-                "`fp8_config.fp8_format: HYBRID` quantizes gradients to E5M2; in published "
-                "reports, training diverged with it, so set `fp8_format: E4M3`, the default"
-            )
         warnings += dict.fromkeys(self.experts_in_bf16)
         if self.flops.uncounted:
             warnings.append(self.flops.uncounted_warning)

@@ -199,18 +199,6 @@ def test_a_host_needs_memory_for_the_state_of_all_its_processes(
         check_host_memory(offloaded, processes, (free - 1) * GIB)
 
 
-@pytest.mark.parametrize(
-    ("precision", "fp8_format", "warns"),
-    [("mxfp8", "HYBRID", True), ("mxfp8", "E4M3", False), ("delayed", "HYBRID", False)],
-)
-def test_e5m2_gradients_in_a_precision_with_e4m3_cause_a_warning(
-    qwen3: PreTrainedModel, precision: str, fp8_format: str, warns: bool
-) -> None:
-    active = active_in(precision, "emulation", fp8_format=fp8_format)
-    warnings = plan(qwen3, schedule=schedule_of(recipe(), active)).warnings
-    assert any("quantizes gradients to E5M2" in warning for warning in warnings) == warns
-
-
 def test_shards_are_gathered_once_a_step_if_memory_allows(
     qwen3: PreTrainedModel,
 ) -> None:
