@@ -18,9 +18,8 @@ from torch import Tensor
 
 from pretrain.observe.product_check import largest_magnitude
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Role
+from pretrain.precision.formats.definition import OptionValues, Role
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
-from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 # Relative tolerance of an amax. A library may compute it from the output of a normalization before
@@ -90,16 +89,14 @@ def _wrong_histories(
         return torch.stack([of_operand(state, name, role, key) for name in names], -1)
 
     history = stacked(after, "amax_history")
-    precision = active.quantized_precision
-    settings = precision.settings
+    settings = active.settings
     # A history of length 1 stores no past amax. Then the scale is compared with the observed amax.
     is_short = len(history) == 1
     newest = amax if is_short else history[-1]
-    with_newest = torch.cat([newest[None], stacked(before, "amax_history")[1:]])
+    before_history = stacked(before, "amax_history")
     before_scale = stacked(before, "scale")
-    maximum = precision.grid(role).maximum
-    algorithm = settings.amax_compute_algo
-    expected, scale = update_scale(with_newest, before_scale, maximum, settings.margin, algorithm)
+    maximum = active.quantized_precision.grid(role).maximum
+    expected, scale = delayed_scaling(before_history, newest, before_scale, maximum, settings)
     tolerance = AMAX_TOLERANCE if is_short else SCALE_TOLERANCE
     is_right = torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
     is_right &= torch.isclose(stacked(after, "scale"), scale, rtol=tolerance, atol=0)
@@ -109,3 +106,25 @@ def _wrong_histories(
     is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0)
     is_wrong = is_judged & ~is_right
     return [f"{name} ({role})" for name in compress(names, is_wrong.tolist())]
+
+
+def delayed_scaling(
+    history: Tensor, newest: Tensor, scale: Tensor, maximum: float, settings: OptionValues
+) -> tuple[Tensor, Tensor]:
+    """Return the history and the scale that delayed scaling has after a microbatch.
+
+    This is a second implementation of the rule, which shares no code with the emulation.
+
+    history: the history before the microbatch, [length, operands]. Row 0 is unused, and the oldest
+        amax is in row 1.
+    newest: the amaxes of the microbatch, [operands].
+    scale: the scales before the microbatch, [operands].
+    maximum: the maximum of the format.
+    settings: the settings of the precision.
+    """
+    amaxes = torch.cat([history[1:], newest[None]])
+    following = torch.cat([torch.zeros_like(newest)[None], amaxes[1:]])
+    amax = newest if settings.amax_compute_algo == "most_recent" else amaxes.amax(0)
+    exact_scale = maximum / amax.double() / 2.0 ** (settings.margin or 0)
+    following_scale = exact_scale.clamp(max=torch.finfo(torch.float32).max).float()
+    return following, following_scale.where(amax.isfinite() & (amax > 0), scale)

@@ -500,7 +500,9 @@ def _quantized_mismatches(
     is_near = plain_norm / NORM_RATIO <= norm <= plain_norm * NORM_RATIO
     if not (math.isfinite(loss) and is_near):
         lines.append(
-            "the losses or gradient norms of the quantized and the unquantized path differ"
+            "the quantized and the unquantized path differ too much: the losses are "
+            f"{loss:.6f} and {parity.loss:.6f}, the gradient norms are {norm:.4g} and "
+            f"{plain_norm:.4g}"
         )
     return lines
 

@@ -8,9 +8,13 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from pretrain.observe.history_check import delayed_scaling
 from pretrain.observe.product_check import DRAWS, ROWS, SIGMAS, judge_product
+from pretrain.precision.quantizers.tensor import update_scale
 from tests.pretrain.conftest import active_in
 
 FEATURES = 64
@@ -110,3 +114,24 @@ def test_correct_rounding_rarely_deviates_by_more_than_the_limit() -> None:
         )
         assert probability < 1e-7
         assert bool(probability) == (rows > 12)
+
+
+AMAX = st.sampled_from([0.0, 1e-45, 1e-30, 3e38]) | st.floats(2.0**-60, 2.0**60, width=32)
+
+
+@given(
+    st.lists(st.tuples(AMAX, AMAX), max_size=5),
+    st.tuples(*[AMAX.filter(bool)] * 2),
+    st.integers(0, 3),
+    st.sampled_from(["max", "most_recent"]),
+)
+def test_the_expected_state_of_delayed_scaling_equals_the_update(
+    past: list[tuple[float, float]], newest: tuple[float, float], margin: int, algorithm: str
+) -> None:
+    active = active_in("delayed", amax_compute_algo=algorithm, margin=margin)
+    scale = torch.tensor([3.0, 5.0])
+    before, after = (torch.tensor([row, *past]) for row in ((0.0, 0.0), newest))
+    history, following = delayed_scaling(before, after[0], scale, 448.0, active.settings)
+    expected = update_scale(after, scale, 448.0, margin, algorithm)
+    assert torch.equal(history, expected[0])
+    torch.testing.assert_close(following, expected[1], rtol=1e-6, atol=0)
