@@ -1,3 +1,3 @@
 """The training engine. Packages import one way, from `precision` to `run`."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
