@@ -7,7 +7,6 @@ once, works while the runs are still training, and works on machines without a G
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from lab.compare.differences import MARGIN
 from lab.compare.fairness import check_comparable
 from lab.compare.page import check_replaceable, render
 from lab.compare.seed_groups import SeedComparison
-from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_run
 
 
@@ -86,7 +84,8 @@ def _bullets(notes: Iterable[str]) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Run the command and return 0. Raises InputError for a mistake in the arguments."""
-    options.runs = run_folders(options.runs)
+    # Patterns such as runs/* also match logs and pages. A file alone is refused below.
+    folders = [path for path in options.runs if not path.is_file()] or options.runs
     if options.out:
         if options.out.suffix != ".html":
             raise InputError(
@@ -95,24 +94,10 @@ def main(options: argparse.Namespace) -> int:
             )
         check_replaceable(options.out)
     # If a folder is given twice, the report contains its run only once.
-    runs = list({path.resolve(): read_run(path) for path in options.runs}.values())
+    runs = list({path.resolve(): read_run(path) for path in folders}.values())
     report = Report.over(runs, options.vary, margin=options.margin / 100)
     print("\n\n".join(report.tables()))
     if options.out:
         report.write(options.out)
         print(f"\nWritten: {options.out}")
     return 0
-
-
-def run_folders(paths: Sequence[Path]) -> Sequence[Path]:
-    """Return the run folders in `paths`, which may come from a pattern such as `runs/*`.
-
-    Files are ignored. A folder of several runs, such as the folder of a matrix, is skipped with a
-    message. If no path remains, return `paths`.
-    """
-    of_several = [
-        path for path in paths if not (path / METRICS_FILE).exists() and [*path.rglob(METRICS_FILE)]
-    ]
-    for path in of_several:
-        print(f"skipped: {path} contains several runs; name their folders", file=sys.stderr)
-    return [path for path in paths if not path.is_file() and path not in of_several] or paths

@@ -59,17 +59,7 @@ def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):
     assert "minus b" in page.read_text() and "minus b" in capsys.readouterr().out
 
 
-def test_folders_of_several_runs_are_skipped_with_a_message(tmp_path, capsys):
-    runs = tmp_path / "runs"
-    for name in ("a", "rates/1e-3", "which/rounds/bf16-seed=1"):
-        make_run(runs / name)
-        (runs / name).parent.joinpath("recipe.yaml").unlink()
-    (runs / "a.log").touch()
-    assert main(["report", *sorted(map(str, runs.iterdir()))]) == 0
-    output = capsys.readouterr()
-    assert [row for row in rows_of(output.out) if row != "run"] == ["a"]
-    skipped = [line.split()[1] for line in output.err.splitlines()]
-    assert skipped == [str(runs / "rates"), str(runs / "which")]
-    assert main(["report", str(runs / "rates")]) == 2
-    assert "skipped: " in capsys.readouterr().err
-    assert main(["report", *map(str, (runs / "rates").iterdir())]) == 0
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    make_run(tmp_path / "rates" / "1e-3")
+    assert main(["report", str(tmp_path / "rates")]) == 2
+    assert "rates is not a run folder" in capsys.readouterr().err
