@@ -70,8 +70,12 @@ def alone(recipe: dict[str, Any], folder: Path, start_here: Callable) -> Finishe
 
 
 def elsewhere(recipe: dict[str, Any], folder: Path, **data: Any) -> dict[str, Any]:
-    """Return the recipe with its packs and its run in another folder."""
+    """Return the recipe with its packs and its run in another folder, and prepare the packs.
+
+    A LauncherProcess is a daemonic process, which may not start tokenizing processes.
+    """
     data = recipe["data"] | {"packs": str(folder / "packs")} | data
+    prepare(DataSettings(**data), progress=False)
     return recipe | {"data": data, "run_dir": str(folder / "run")}
 
 
@@ -99,9 +103,6 @@ def waiting_for_packs(
     """Return a run after its third step, and the process that makes its packs, suspended."""
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
     recipe = elsewhere(recipe, folder) | changes
-    # The run is a daemonic process, which may not start tokenizing processes, so prepare the data
-    # in this process.
-    prepare(DataSettings(**recipe["data"]), progress=False)
     first_parts = len(part_folders(folder / "packs"))
     run = LauncherProcess(
         [str(write_recipe(recipe, folder))], folder / "log", Moment("logged", "^3$")
@@ -138,7 +139,6 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path)
-    prepare(DataSettings(**recipe["data"]), progress=False)
     run = LauncherProcess(
         [str(write_recipe(recipe, tmp_path))],
         tmp_path / "log",
@@ -160,7 +160,6 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
     recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
-    prepare(DataSettings(**recipe["data"]), progress=False)
     packs = tmp_path / "packs"
     metrics = tmp_path / "run" / "metrics.jsonl"
     is_poisoned = False
@@ -201,7 +200,6 @@ def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
     recipe = elsewhere(recipe, tmp_path)
-    prepare(DataSettings(**recipe["data"]), progress=False)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     resumed = start_as_ranks(recipe, tmp_path, launch=ddp)
     assert resumed.status == 0, resumed.output
@@ -219,7 +217,6 @@ def test_a_packers_error_before_the_first_step_ends_all_ranks(
     streaming = {"disk_gb": 0.0003, "window": 300}
     recipe = elsewhere(recipe, tmp_path, source=str(texts), streaming=streaming)
     recipe |= {"batch": {"tokens": 2048, "microbatch": 2}}
-    prepare(DataSettings(**recipe["data"]), progress=False)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     ended = start_as_ranks(recipe, tmp_path, launch=ddp)
     assert ended.status != 0, ended.output
@@ -232,14 +229,11 @@ def test_accepted_changes_read_another_stream_from_its_first_pack(
     recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path) | {"train": {"steps": 4}, "evaluate": {}}
-    prepare(DataSettings(**recipe["data"]), progress=False)
     assert start_here(recipe, tmp_path).status == 0
     texts = Path(recipe["data"]["source"]).read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(reversed(texts)))
-    other = elsewhere(recipe, tmp_path, source=str(tmp_path / "other.jsonl"))
-    other["data"]["packs"] = str(tmp_path / "other")
-    other |= {"train": {"steps": 6}}
-    prepare(DataSettings(**other["data"]), progress=False)
+    changed = {"source": str(tmp_path / "other.jsonl"), "packs": str(tmp_path / "other")}
+    other = elsewhere(recipe, tmp_path, **changed) | {"train": {"steps": 6}}
     assert "data.fingerprint: saved" in start_here(other, tmp_path).err
     accepted = start_here(other, tmp_path, "--accept-changes")
     assert accepted.status == 0, accepted.output
