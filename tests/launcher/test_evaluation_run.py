@@ -1,7 +1,8 @@
-"""Test evaluations: the best checkpoint, `python -m pretrain evaluate`, and recorded samples."""
+"""Test evaluations: the best checkpoint, the command `evaluate`, samples, and served models."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -98,27 +99,6 @@ def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
     assert "step 5: " in run.err and "are in evaluation mode" in run.err
 
 
-def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
-    assert "has no checkpoint" in train_here("evaluate").refusal
-
-
-def test_evaluate_prints_both_losses_and_writes_nothing(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
-    recipe = small_recipe | {"train": {"steps": 2}, "parity": "off", "precision": "current"}
-    recipe |= {"fp8_config": {"on_unsupported": "emulate", "use_autocast_during_eval": True}}
-    run = train_here(recipe=recipe)
-    assert run.status == 0, run.output
-    before = contents(run.run_dir)
-    evaluated = train_here("evaluate", recipe=recipe)
-    assert evaluated.status == 0, evaluated.output
-    assert contents(run.run_dir) == before
-    printed = losses_printed(evaluated)
-    assert list(printed) == ["current", "bf16"]
-    assert printed["current"] == pytest.approx(evaluations(run)[2], abs=1e-4)
-    assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
-
-
 def test_an_fp32_run_can_be_evaluated_in_bf16(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -162,11 +142,12 @@ def test_all_precisions_are_those_that_suit_the_model(
     assert reason in named.refusal
 
 
-def test_evaluate_prints_the_loss_in_every_precision(
+def test_evaluate_prints_the_loss_in_every_precision_and_writes_nothing(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
     recipe = low_precision_recipe | {"train": {"steps": 4}, "precision": "nvfp4", "log": {}}
-    recipe["evaluate"] = {"packs": 2}
+    recipe["evaluate"] = {"every": 4, "packs": 2}
+    recipe["fp8_config"] |= {"use_autocast_during_eval": True}
     run = train_here("parity=off", recipe=recipe)
     assert run.status == 0, run.output
     before = contents(run.run_dir)
@@ -177,6 +158,7 @@ def test_evaluate_prints_the_loss_in_every_precision(
     printed = losses_printed(evaluated)
     assert [*printed] == ["delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4", "bf16"]
     assert {name: printed[name] for name in ("nvfp4", "bf16")} == alone
+    assert printed["nvfp4"] == pytest.approx(evaluations(run)[4], abs=1e-4)
     # Two precisions may agree in all digits that are printed.
     assert len({*printed.values()}) >= len(printed) - 1
     some = train_here("evaluate", "--precisions", "delayed,mxfp8", recipe=recipe)
@@ -268,3 +250,112 @@ def test_evaluate_accepts_the_length_that_train_has_shortened_to(
     assert steps_saved(trained.run_dir) == [3]
     evaluated = train_here("evaluate", length, recipe=recipe)
     assert losses_printed(evaluated)["fp32"] == pytest.approx(evaluations(trained)[3], abs=1e-6)
+
+
+# ── The loss in the precision in which a model will be served ──
+
+
+@pytest.fixture
+def served_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Recipe in BF16 with checkpoints after the steps 3, 6 and 8."""
+    data = low_precision_recipe["data"] | {"held_out": 0.05}
+    return low_precision_recipe | {
+        "data": data,
+        "precision": "bf16",
+        "batch": {"tokens": 256, "microbatch": 1},
+        "train": {"steps": 8},
+        "evaluate": {"packs": 4, "served": "nvfp4", "merge": 2},
+        "checkpoint": {"every": 3, "at_end": False},
+        "fp8_config": {"on_unsupported": "emulate", "keep_bf16_layers": {"last": 0}},
+        "parity": "off",
+    }
+
+
+def served(run: Finished) -> list[dict[str, Any]]:
+    return [record for record in run.records() if record.get("event") == "served"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "precision"), [("fp32", "nvfp4"), ("bf16_exact", "delayed"), ("bf16", "bf16")]
+)
+def test_the_served_loss_is_that_of_the_mean_weights(
+    train_here: Callable,
+    served_recipe: dict[str, Any],
+    tmp_path: Path,
+    weights: str,
+    precision: str,
+) -> None:
+    served_recipe["evaluate"]["served"] = precision
+    run = train_here(recipe=served_recipe | {"weights": weights})
+    assert run.status == 0, run.output
+    (record,) = served(run)
+    assert record["merged"] == ["step-00000008", "step-00000006"]
+    assert f"held-out loss served in {precision}: {record['served_loss']:.4f}" in run.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["served_loss"] == record["served_loss"] != summary["held_out_loss"]
+    # The reference is an export that the command `evaluate` quantizes.
+    out = tmp_path / "out"
+    export = ["export", str(run.run_dir), "--merge", "2", "--dtype", "fp32", "--out", str(out)]
+    assert main(export) == 0
+    source = (f"model.source={out}", "model.config=null", f"run_dir={tmp_path / 'none'}")
+    evaluated = train_here(
+        "evaluate", *source, "--precisions", precision, recipe=served_recipe | {"weights": weights}
+    )
+    assert evaluated.status == 0, evaluated.output
+    loss = losses_printed(evaluated)[precision]
+    # Delayed scaling of an evaluation has the histories of gradients and inputs in other packs.
+    assert record["served_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_the_served_model_is_that_of_a_folder_named_by_precision(
+    train_here: Callable, served_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The default folder of a run has the precision of the training in its name."""
+    served_recipe["evaluate"] |= {"merge": 1}
+    run = train_here("train.steps=3", f"run_dir={tmp_path}/{{precision}}", recipe=served_recipe)
+    assert run.status == 0, run.output
+    lines = (tmp_path / "bf16/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["served_precision"] == "nvfp4"
+    assert not (tmp_path / "nvfp4").exists()
+
+
+def test_a_run_without_its_served_loss_is_not_finished(
+    train_here: Callable, served_recipe: dict[str, Any]
+) -> None:
+    """A checkpoint that an interrupted run has saved in addition is not averaged."""
+    run = train_here(recipe=served_recipe)
+    assert run.status == 0, run.output
+    records = run.records()
+    metrics = run.run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:-1]))
+    checkpoints = run.run_dir / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000007")
+    again = train_here(recipe=served_recipe)
+    assert again.status == 0, again.output
+    assert again.records() == records
+    assert train_here(recipe=served_recipe).records() == records, (
+        "a finished run is not evaluated again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluate.served=null", "`evaluate.merge: 2` has no effect without `evaluate.served`"),
+        ("evaluate.served=nvfp5", "`evaluate.served`"),
+        (
+            "checkpoint.keep=1",
+            "averages more checkpoints than this run saves and keeps, which are 1",
+        ),
+        ("evaluate.merge=4", "which are 3"),
+        ("checkpoint.every=null", "which are 1"),
+        ("fp8_config.keep_bf16_layers.last=1", "none would compute in nvfp4"),
+    ],
+)
+def test_a_model_that_cannot_be_evaluated_as_served_is_refused(
+    train_here: Callable, served_recipe: dict[str, Any], override: str, message: str
+) -> None:
+    run = train_here(override, recipe=served_recipe)
+    assert message in run.refusal
+    assert not run.run_dir.exists() or steps_saved(run.run_dir) == []
