@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
-from tests.conftest import contents, flip
+from tests.conftest import ROOT, contents, flip
+from tests.golden.runs import tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def exact(
     return run.run_dir
 
 
+@pytest.fixture(scope="module")
+def exported(exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the export of the run."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    before = contents(exact)
+    assert main(["export", str(exact), "--out", str(out)]) == 0
+    assert contents(exact) == before
+    return out
+
+
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
 
@@ -55,32 +66,18 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return status, captured.out + captured.err
 
 
-def test_an_export_has_the_stored_weights_tokenizer_and_card(
-    exact: Path, words: Path, tmp_path: Path, capsys: Any
-) -> None:
-    before = contents(exact)
-    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
-    assert status == 0
-    assert "step-00000008" in output
-    assert contents(exact) == before
-    saved = {
-        name: tensor
-        for file in exact.glob("checkpoints/step-00000008/model*")
-        for name, tensor in load_file(file).items()
-    }
-    exported = loaded(tmp_path / "out")
-    assert all(weight.dtype == torch.bfloat16 for weight in exported.values())
-    assert all(torch.equal(exported[name], saved[name]) for name in saved)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2").input_ids == [1, 2]
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    card = (tmp_path / "out" / "README.md").read_text()
+def test_an_export_has_the_stored_weights_tokenizer_and_card(exact: Path, exported: Path) -> None:
+    saved = tensors_of(exact / "checkpoints/step-00000008")
+    weights = loaded(exported)
+    assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
+    assert all(torch.equal(weights[name], saved[name]) for name in saved.keys() & weights.keys())
+    assert weights.keys() <= saved.keys()
+    assert AutoTokenizer.from_pretrained(exported)("w1 w2").input_ids == [1, 2]
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+    card = (exported / "README.md").read_text()
     assert "in 8 steps" in card and "mean of steps 1 to 8" in card
-
-
-def test_the_end_of_an_answer_is_an_eos_token(exact: Path, tmp_path: Path, capsys: Any) -> None:
-    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
-    assert status == 0, output
-    for folder in (exact.parent / "final", tmp_path / "out"):
+    # The token w59 ends an answer.
+    for folder in (exact.parent / "final", exported):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [60, 59]
 
 
@@ -98,107 +95,83 @@ def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsy
 def test_merge_exports_the_mean_of_the_last_checkpoints(
     exact: Path, tmp_path: Path, capsys: Any
 ) -> None:
+    def export(source: Path, out: str, *options: object) -> tuple[int, str]:
+        return command(capsys, "export", source, "--out", tmp_path / out, *options)
+
     checkpoints = exact / "checkpoints"
     for step in (4, 8):
         source = checkpoints / f"step-{step:08}"
-        assert (
-            command(capsys, "export", source, "--out", tmp_path / str(step), "--dtype", "fp32")[0]
-            == 0
-        )
+        assert export(source, str(step), "--dtype", "fp32")[0] == 0
     four, eight = (loaded(tmp_path / name) for name in ("4", "8"))
-    for dtype in (torch.float32, torch.bfloat16):
-        options = ("--dtype", "fp32") if dtype == torch.float32 else ()
-        out = tmp_path / str(dtype)
-        status, output = command(capsys, "export", exact, "--out", out, "--merge", 2, *options)
-        assert status == 0, output
-        for name, weight in loaded(out).items():
+    (link := checkpoints / "newest").symlink_to("step-00000008")
+    text = "mean weights of the checkpoints of steps 8, 4; the losses are those of the run"
+    for source, dtype, options in (
+        (link, torch.float32, ("--dtype", "fp32")),
+        (exact, torch.bfloat16, ()),
+    ):
+        status, output = export(source, str(dtype), "--merge", 2, *options)
+        assert status == 0 and text in output, output
+        for name, weight in loaded(tmp_path / str(dtype)).items():
             mean = (four[name].double() + eight[name].double()) / 2
             assert torch.equal(weight, mean.float().to(dtype)), name
-    text = "mean weights of the checkpoints of steps 8, 4; the losses are those of the run"
-    assert text in output
-    assert f"| merged | {text} |" in (out / "README.md").read_text()
+    link.unlink()
+    assert f"| merged | {text} |" in (tmp_path / str(dtype) / "README.md").read_text()
     for source, number in ((exact, 3), (checkpoints / "step-00000004", 2)):
-        status, output = command(
-            capsys, "export", source, "--out", tmp_path / "none", "--merge", number
-        )
+        status, output = export(source, "none", "--merge", number)
         assert status == 2
         assert f" can be merged instead of {number}, " in output and "checkpoint.keep" in output
         assert not (tmp_path / "none").exists()
 
 
-def test_a_link_to_a_checkpoint_is_merged_with_earlier_ones(
-    exact: Path, tmp_path: Path, capsys: Any
+def test_an_export_that_fails_writes_over_nothing_and_leaves_no_files(
+    exact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = exact / "checkpoints" / "newest"
-    link.symlink_to("step-00000008")
-    try:
-        status, output = command(capsys, "export", link, "--out", tmp_path / "merged", "--merge", 2)
-    finally:
-        link.unlink()
-    assert status == 0, output
-    assert "checkpoints of steps 8, 4" in output
+    def refusal(source: Path, out: Path) -> str:
+        status, output = command(capsys, "export", source, "--out", out)
+        assert status == 2
+        return output
 
-
-def test_what_exists_is_not_written_over_and_damage_is_named(
-    exact: Path, tmp_path: Path, capsys: Any
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
-    assert status == 2
-    assert str(tmp_path / "out") in output
-    assert [*contents(tmp_path / "out")] == ["thesis.tex"]
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    assert str(mine) in refusal(exact, mine)
+    assert [*contents(mine)] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
     for file in (run / "checkpoints").glob("*/model*.safetensors"):
         flip(file)
-    status, output = command(capsys, "export", run, "--out", tmp_path / "other")
-    assert status == 2
-    assert "damaged" in output
-    assert not (tmp_path / "other").exists()
+    assert "damaged" in refusal(run, tmp_path / "other")
 
-
-def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
-    exact: Path,
-    tmp_path: Path,
-    capsys: Any,
-) -> None:
-    assert command(capsys, "export", exact, "--out", tmp_path / "out")[0] == 0
-    file = tmp_path / "out" / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"attn_implementation": "kernels-community/flash-attn2"}))
-    assert command(capsys, "sample", tmp_path / "out", "w1", "--tokens", 2)[0] == 0
-    foreign = {"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}}
-    file.write_text(json.dumps(config | foreign))
-    status, output = command(capsys, "sample", tmp_path / "out", "w1")
-    assert status == 2
-    assert f"{tmp_path / 'out'} requires Python code" in output
-
-
-def test_an_export_that_fails_leaves_no_files(
-    exact: Path,
-    tmp_path: Path,
-    capsys: Any,
-    monkeypatch: Any,
-) -> None:
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("foundation.files.fsync_tree", full)
-    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
+    assert "No space left" in refusal(exact, tmp_path / "other")
+    assert {*tmp_path.iterdir()} == {mine, run}
+
+
+def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
+    exported: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = shutil.copytree(exported, tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+
+    def sample(**changes: Any) -> tuple[int, str]:
+        (out / "config.json").write_text(json.dumps(config | changes))
+        return command(capsys, "sample", out, "w1", "--tokens", 2)
+
+    assert sample(attn_implementation="kernels-community/flash-attn2")[0] == 0
+    status, output = sample(model_type="unknown", auto_map={"AutoConfig": "code.Config"})
     assert status == 2
-    assert "No space left" in output
-    assert not [*tmp_path.iterdir()]
+    assert f"{out} requires Python code" in output
 
 
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
-    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    assert command(capsys, "export", exact, "--out", tmp_path / "out")[0] == 0
-    sample = ("sample", tmp_path / "out", "w3", "w1 w2", "--tokens", 8)
+    sample = ("sample", exported, "w3", "w1 w2", "--tokens", 8)
     texts = [command(capsys, *sample, "--seed", seed) for seed in (1, 2, 1)]
     assert [status for status, _ in texts] == [0] * 3
     assert texts[0] == texts[2] != texts[1]
-    monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.chdir(exported)
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
@@ -221,20 +194,51 @@ def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
     data = {"source": str(tmp_path / "texts.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     small_recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
     small_recipe["model"]["config"].pop("vocab_size")
-    first = train_here("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
+    settings = ("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
+    first = train_here(*settings)
     assert first.status == 0, first.output
-    from_export = [
-        f"model.source={first.run_dir / 'final'}",
-        "model.config=null",
-        f"run_dir={tmp_path / 'next'}",
-    ]
+    from_export = (f"model.source={first.run_dir / 'final'}", "model.config=null")
     packs = f"data={{packs: {tmp_path / 'packs'}, length: 32}}"
-    second = train_here(
-        *from_export, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]"
-    )
+    second = train_here(*settings, *from_export, packs, f"run_dir={tmp_path / 'next'}")
     assert second.status == 0, second.output
-    fingerprints = [
-        load_tokenizer(str(folder)).fingerprint
-        for folder in (first.run_dir / "final", second.run_dir / "final")
-    ]
-    assert fingerprints == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
+    folders = (tmp_path / "tokenizer", first.run_dir / "final", second.run_dir / "final")
+    assert len({load_tokenizer(str(folder)).fingerprint for folder in folders}) == 1
+
+
+def test_harness_adds_no_bos_that_packs_lack(
+    words: Path, train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """Use the command of the docs with a tokenizer that adds BOS, as those of Llama 3 do."""
+    pytest.importorskip("lm_eval", reason="needs lm_eval of requirements-dev.txt")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = shutil.copytree(words, tmp_path / "adds_bos")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    bos = {"SpecialToken": {"id": "w59", "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [first, second],
+        "special_tokens": {"w59": {"id": "w59", "ids": [59], "tokens": ["w59"]}},
+    }
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    small_recipe["data"] |= {"tokenizer": str(tokenizer)}
+    run = train_here("train.steps=2", "model.config.vocab_size=64")
+    assert run.status == 0, run.output
+
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"lm_eval --model hf --model_args (\S+)", page)
+    options = {"device": "cpu", "dtype": "float32"}
+    harness = HFLM.create_from_arg_string(arguments.replace("RUN", str(run.run_dir)), options)
+    context, answer = "w1 w2 w3", " w4 w5"
+    request = Instance("loglikelihood", {}, (context, answer), 0)
+    ((likelihood, _),) = harness.loglikelihood([request], disable_tqdm=True)
+
+    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype=torch.float32)
+    with torch.no_grad():
+        log_probabilities = model(torch.tensor([[1, 2, 3, 4, 5]])).logits.log_softmax(-1)[0]
+    expected = log_probabilities[[2, 3], [4, 5]].sum().item()
+    assert likelihood == pytest.approx(expected, rel=1e-5)
+    assert harness.tok_encode(context) == [1, 2, 3]
