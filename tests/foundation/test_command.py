@@ -31,11 +31,7 @@ def failing(error: BaseException):
             2,
             "error: [Errno 13] Permission denied: '/data'\n",
         ),
-        (
-            KeyboardInterrupt(),
-            130,
-            "\nstopped by Ctrl-C; run the same command again to continue\n",
-        ),
+        (KeyboardInterrupt(), 130, "\nstopped by Ctrl-C; run the same command again to continue\n"),
     ],
 )
 def test_an_error_becomes_a_message_and_an_exit_status(

@@ -36,7 +36,7 @@ def test_numbers_with_an_exponent_need_neither_a_dot_nor_a_sign():
 
 def test_numbers_have_the_base_that_a_reader_expects():
     assert parse_yaml("[1_000, 0, -7, +3, 0x1F, 0b11, 1_000.5, .5, 7., .inf, -.Inf]") == [
-        *(1000, 0, -7, 3, 31, 3, 1000.5, 0.5, 7.0, float("inf"), -float("inf")),
+        *(1000, 0, -7, 3, 31, 3, 1000.5, 0.5, 7.0, float("inf"), -float("inf"))
     ]
     # YAML 1.1 reads these as 90, 90.5, 15, 3600, and as dates.
     texts = ["1:30", "1:30.5", "017", "1:00:00", "2026-11-28", "2026-11-28 10:00:00", "0o17", "08"]

@@ -65,19 +65,10 @@ class Example(Settings):
             {"switch": {"layers": 1, "layer": 1}},
             ["`switch.layer`: unknown key; layers are out of scope"],
         ),
-        (
-            {"rate": True},
-            ["`rate`: must not be true or false (yes, no"],
-        ),
-        (
-            {"bound": False},
-            ["`bound`: must not be true or false (yes, no"],
-        ),
+        ({"rate": True}, ["`rate`: must not be true or false (yes, no"]),
+        ({"bound": False}, ["`bound`: must not be true or false (yes, no"]),
         ({"shares": [0.1, True]}, ["(yes, no, on, off), but is [0.1, True]"]),
-        (
-            {"steps": False},
-            ["`steps`: must not be true or false (yes, no"],
-        ),
+        ({"steps": False}, ["`steps`: must not be true or false (yes, no"]),
         ({"name": False}, ["`name`: Input should be a text in quotes, but is False"]),
         ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
         (
@@ -94,10 +85,7 @@ class Example(Settings):
         ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
         ({"nates": 1}, ["`nates`: unknown key; did you mean `names`?"]),
         ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
-        (
-            {"deepspeed": 1},
-            ["shares, source, steps, switch, template, warmup; see docs/keys.md"],
-        ),
+        ({"deepspeed": 1}, ["shares, source, steps, switch, template, warmup; see docs/keys.md"]),
         ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
     ],
     ids=str,
@@ -173,9 +161,7 @@ def test_templates_have_equal_line_breaks_in_recipes_and_arguments(written: str,
         assert parse(Example, values, "file").template == read
 
 
-def test_only_a_leading_tilde_and_slash_is_expanded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_leading_tilde_and_slash_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     settings = parse(Example, {"folder": "~/packs", "source": "~/text"}, "file")
     assert (settings.folder, settings.source) == (

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from packing.prepare import prepare
+from packing.records import TextTemplate
 from packing.settings import DataSettings
+from packing.sources import open_source
+from packing.store import open_packs
 from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
@@ -50,3 +56,29 @@ def settings(tmp_path: Path, corpus: Path, tokenizer_file: Path) -> DataSettings
     return DataSettings(
         source=str(corpus), tokenizer=str(tokenizer_file), packs=tmp_path / "packs", length=256
     )
+
+
+def packed(
+    folder: Path, tokenizer: Path, records: list[dict], **more: Any
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Prepare records in `folder`. Return the ids of every document and its mask of trained ids."""
+    folder.mkdir(exist_ok=True)
+    source = folder / "x.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = {"source": str(source), "tokenizer": str(tokenizer), "length": 1024} | more
+    settings = DataSettings(packs=folder / "packs", **options)
+    prepare(settings, progress=False)
+    packs = open_packs(settings, "train")
+    documents = []
+    for pack in (packs[index] for index in range(len(packs))):
+        trained = np.ones(1024, bool) if pack.trained is None else pack.trained
+        ends = np.cumsum(pack.lengths)
+        for start, end in zip(ends - pack.lengths, ends, strict=True):
+            documents.append((pack.input_ids[start:end], trained[start:end]))
+    return documents
+
+
+def open_reader(source: Path | str, **more: Any) -> Any:
+    """Return the reader of a source of texts."""
+    settings = DataSettings(packs="packs", tokenizer="t", source=str(source), **more)
+    return open_source(settings, TextTemplate.parse(settings.text))

@@ -62,13 +62,7 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
         ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
         mask = draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
         trained = None if mask is None else np.array(mask)
-        packs.append(
-            Pack(
-                np.array(ids, np.uint32),
-                np.array(lengths, np.int32),
-                trained,
-            )
-        )
+        packs.append(Pack(np.array(ids, np.uint32), np.array(lengths, np.int32), trained))
     return packs
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,24 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foundation.errors import InputError
+from packing.arrow import read_manifest
 from packing.chunks import Chunk, Counts, read_chunk
-from packing.records import CHATML, ChatColumns, chat_columns
+from packing.records import CHATML, PLAIN, ChatColumns, chat_columns, chat_template
 from packing.settings import DataSettings, SourceSettings
+from tests.conftest import ROOT
+from tests.packing.conftest import packed
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "Weather?"}
 ANSWER = {"role": "assistant", "content": "It is sunny."}
 RESULT = {"role": "tool", "content": "sunny"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+END = "It is sunny.<|im_end|>\n"
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}"
@@ -29,7 +37,7 @@ MARKED = (
 )
 
 
-def calling(written: str, body: str = "") -> str:
+def calling(written: str) -> str:
     """Return a template that writes the arguments of tool calls with the Jinja code `written`."""
     return (
         "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -61,6 +69,46 @@ MAPPING = calling(
 )
 OBJECTS = {"tojson": TO_JSON, "whole": WHOLE, "items": ITEMS, "method": METHOD, "mapping": MAPPING}
 TEXTS = {"tested": TESTED, "added": ADDED, "printed": PRINTED, "string": AS_STRING}
+CALLS = CHATML.replace(
+    "message.content",
+    "message.content + (message.tool_calls | tojson if message.tool_calls else '')",
+)
+# DeepSeek-R1's template tests a content for none, and Mistral's requires calls or roles by turns.
+NULL_CONTENT = CALLS.replace(
+    "message.content +", "(message['content'] if message['content'] is not none else 'null') +"
+)
+BY_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls and loop.index == 2 %}"
+    "{{ raise_exception('by turns') }}{% endif %}{% endfor %}" + CALLS
+)
+NAMED = CALLS.replace("{{ '<|im_start|>'", "{{ message.name or '<|im_start|>'")
+# Qwen2.5 and Llama 3.1 read the first message of the prompt, which has none.
+FIRST = "{% if messages[0]['role'] != 'system' %}{{ '<system>You are Q.' }}{% endif %}" + CHATML
+NO_PROMPT = FIRST.replace(
+    "{% for", "{% if not messages %}{{ raise_exception('no chat') }}{% endif %}{% for", 1
+)
+# Templates of reasoning models open a thought in the prompt, or drop the thoughts of answers.
+THINKING = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+DISTILLED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
+    "{{ '<A>' + m.content.split('</think>')[-1] + '<E>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+)
+REASONING = (
+    "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{{ m.content }};{% endfor %}"
+)
+DATED = (
+    "{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
+    "{% else %}Date: 26 Jul 2024\n{% endif %}" + CHATML
+)
+WITH_TOOLS = "{{ tools | tojson if tools is not none else 'no tools' }}" + CHATML
+TURNS_ALONE = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+# This one writes each answer in another way if other messages follow.
+ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
 
 
 def rule(template: str, messages: Any = "messages") -> ChatColumns:
@@ -77,8 +125,9 @@ def trained(template: str, record: dict, messages: Any = "messages") -> tuple[st
 
 
 def expected(template: str, chat: list[dict], **more: Any) -> str:
-    """Return the text that transformers writes for a chat."""
-    return render_jinja_template([chat], chat_template=template, **more)[0][0]
+    """Return the text that transformers writes for a chat. It has no clock."""
+    template = template.replace("strftime_now is defined", "false")
+    return render_jinja_template([chat], chat_template=template, eos_token="<e>", **more)[0][0]
 
 
 def call(arguments: Any) -> dict:
@@ -86,132 +135,170 @@ def call(arguments: Any) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
 
 
+def says(*contents: str) -> list[dict]:
+    """Return a chat with these answers."""
+    answers = [{"role": "assistant", "content": content} for content in contents]
+    return [message for answer in answers for message in (USER, answer)]
+
+
+PAIR = ("prompt", "completion")
+BOTH = (CHATML, MARKED)
+SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "It is sunny."}]
+TURNS = [("system", "a"), ("human", "b"), ("gpt", "c"), ("tool", "d"), ("gpt", "e")]
+ROLES = ("system", "user", "assistant", "tool", "assistant")
+WITH_CALL = [USER, CALL, RESULT, ANSWER]
+BARE = {"role": "assistant", "tool_calls": CALL["tool_calls"]}
+NULL = BARE | {"content": None}
+NARRATED = [{"role": "narrator", "content": "x"}, ANSWER]
+NO_WORDS = {"role": "assistant", "content": ""}
+CALLED = f"{json.dumps(CALL['tool_calls'])}<|im_end|>\n"
+
+# Templates, the columns with the chat, a record or its messages, the chat that transformers gets
+# (None: the same), and the parts with a loss.
+CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
+    (BOTH, "conversations", {"conversations": SHAREGPT}, [USER, ANSWER], END),
+    (BOTH, "m", {"m": [SHAREGPT[0], ANSWER]}, [USER, ANSWER], END),
+    (BOTH, "m", {"m": [SHAREGPT[0], ANSWER | {"value": 0.5}]}, [USER, ANSWER], END),
+    (BOTH, "chosen", {"chosen": [USER, ANSWER], "rejected": [USER]}, [USER, ANSWER], END),
+    (BOTH, "m", {"m": [USER | {"weight": None}, ANSWER]}, [USER, ANSWER], END),
+    (BOTH, "m", {"m": [USER, ANSWER | {"tool_calls": []}]}, [USER, ANSWER], END),
+    (BOTH, PAIR, {"prompt": "Weather?", "completion": "It is sunny."}, [USER, ANSWER], END),
+    (BOTH, ("{q}?", "a"), {"q": "Weather", "a": "It is sunny."}, [USER, ANSWER], END),
+    (
+        BOTH,
+        "messages",
+        [{"from": role, "value": text} for role, text in TURNS],
+        [{"role": role, "content": text} for role, (_, text) in zip(ROLES, TURNS, strict=True)],
+        "c<|im_end|>\n|e<|im_end|>\n",
+    ),
+    # A chat may begin with an answer, and may have several.
+    *(
+        ((*BOTH, FIRST, NO_PROMPT), "messages", chat, None, "|".join([END] * chat.count(ANSWER)))
+        for before in ([], [SYSTEM])
+        for chat in ([*before, ANSWER, USER, ANSWER], [*before, ANSWER])
+    ),
+    ((DATED,), "messages", says("Hello, 世界."), None, "Hello, 世界.<|im_end|>\n"),
+    ((PLAIN,), "messages", [SYSTEM, *says("so", "yes")], None, "so<e>|yes<e>"),
+    # An answer without a loss: of weight 0, or one that the template does not write.
+    (BOTH, "messages", [*says("no")[:1], ANSWER | {"weight": 0}, USER, ANSWER], None, END),
+    (BOTH, "messages", [USER, ANSWER | {"weight": 1}], None, END),
+    (BOTH, "messages", WITH_CALL, None, END),
+    ((PLAIN,), "messages", [USER, BARE, RESULT, ANSWER], None, "It is sunny.<e>"),
+    ((PLAIN,), "messages", [USER, NULL, RESULT, ANSWER], None, "It is sunny.<e>"),
+    ((CALLS, BY_TURNS), "messages", WITH_CALL, None, f"{CALLED}|{END}"),
+    ((NAMED,), "messages", [USER, CALL | {"name": None, "id": None}], [USER, CALL], CALLED),
+    ((NULL_CONTENT,), "messages", [USER, BARE], [USER, NULL], f"null{CALLED}"),
+    ((NULL_CONTENT,), "messages", [USER, NULL], None, f"null{CALLED}"),
+    ((TURNS_ALONE,), "messages", [USER, SYSTEM | {"content": ""}, ANSWER], None, "It is sunny.\n"),
+    ((THINKING,), "messages", says("so", "yes"), None, "so<|im_end|>\n|yes<|im_end|>\n"),
+    ((THINKING,), "messages", says("<think>\nhm</think>so"), None, "hm</think>so<|im_end|>\n"),
+    ((DISTILLED,), "messages", says("<b>so", "yes"), None, "<b>so<E>|yes<E>"),
+    ((DISTILLED,), "messages", says("<think>\nhm</think>so"), None, "so<E>"),
+    *(
+        ((REASONING,), "messages", [USER, NO_WORDS | {key: "hm"}], None, "assistanthm;")
+        for key in ("reasoning_content", "thinking", "reasoning")
+    ),
+    ((CHATML + "{# narrator #}",), "messages", NARRATED, None, END),
+    *(
+        ((WITH_TOOLS,), "messages", {"messages": [USER, ANSWER], "tools": tools}, None, END)
+        for tools in ([{"name": "f"}], None, [], "")
+    ),
+    # Only arguments that are JSON objects are decoded.
+    *(
+        ((TO_JSON,), "messages", [call(text)], [call(value)], f"[f] {json.dumps(value)}<end>")
+        for text, value in (
+            ('{"a": "{\\"b\\": 1}"}', {"a": '{"b": 1}'}),
+            ("{}", {}),
+            ("", {}),
+            *((text, text) for text in ("city=X", '{"a": 1', "5")),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "record", "chat", "answers"),
+    [(template, *row) for templates, *row in CHATS for template in templates],
+)
+def test_a_chat_has_transformers_text_and_a_loss_on_its_answers(
+    template: str, messages: Any, record: Any, chat: list[dict] | None, answers: str
+) -> None:
+    record = record if isinstance(record, dict) else {"messages": record}
+    text = expected(template, chat or record[messages], tools=record.get("tools") or None)
+    assert trained(template, record, messages) == (text, answers)
+
+
 ARGUMENTS = st.dictionaries(
     st.text("abc_", min_size=1, max_size=5),
     st.none() | st.integers() | st.text(max_size=5) | st.booleans() | st.lists(st.integers()),
     max_size=3,
 )
+SPACES = st.sampled_from([(", ", ": "), (",", ":")])
 
 
 @pytest.mark.parametrize("template", OBJECTS.values(), ids=OBJECTS)
-@given(arguments=ARGUMENTS, spaces=st.sampled_from([(", ", ": "), (",", ":")]))
+@given(arguments=ARGUMENTS, spaces=SPACES)
 def test_arguments_in_json_are_objects_for_a_template_of_objects(
     template: str, arguments: dict, spaces: tuple[str, str]
 ) -> None:
-    for given_form in (arguments, json.dumps(arguments, separators=spaces)):
-        chat = [USER, call(given_form), RESULT, ANSWER]
-        result = trained(template, {"messages": chat})
+    for form in (arguments, json.dumps(arguments, separators=spaces)):
+        result = trained(template, {"messages": [USER, call(form), RESULT, ANSWER]})
         assert result is not None
         assert result[0] == expected(template, [USER, call(arguments), RESULT, ANSWER])
 
 
 @pytest.mark.parametrize("template", TEXTS.values(), ids=TEXTS)
-@given(arguments=ARGUMENTS, spaces=st.sampled_from([(", ", ": "), (",", ":")]))
+@given(arguments=ARGUMENTS, spaces=SPACES)
 def test_a_template_that_writes_arguments_as_text_gets_them_as_json(
     template: str, arguments: dict, spaces: tuple[str, str]
 ) -> None:
     text = json.dumps(arguments, separators=spaces, ensure_ascii=False)
-    result = trained(template, {"messages": [USER, call(text)]})
-    assert result == (expected(template, [USER, call(text)]), f"[f] {text}<end>")
-    of_object = trained(template, {"messages": [USER, call(arguments)]})
-    written = json.dumps(arguments, ensure_ascii=False)
-    assert of_object == (expected(template, [USER, call(written)]), f"[f] {written}<end>")
+    for form, written in ((text, text), (arguments, json.dumps(arguments, ensure_ascii=False))):
+        result = trained(template, {"messages": [USER, call(form)]})
+        assert result == (expected(template, [USER, call(written)]), f"[f] {written}<end>")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "written"),
-    [
-        ('{"a": "{\\"b\\": 1}"}', '{"a": "{\\"b\\": 1}"}'),
-        ("{}", "{}"),
-        ("", "{}"),
-        ("city=X", '"city=X"'),
-        ('{"a": 1', '"{\\"a\\": 1"'),
-        ("5", '"5"'),
-    ],
-)
-def test_only_arguments_that_are_json_objects_are_decoded(arguments: str, written: str) -> None:
-    assert trained(TO_JSON, {"messages": [USER, call(arguments)]}) == (
-        f"<user>Weather?<end><assistant>[f] {written}<end>",
-        f"[f] {written}<end>",
-    )
+def in_lines(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
+    """Return the documents of a record that is read from JSONL."""
+    return read_chunk(Chunk("jsonl", "x.jsonl:", 1, json.dumps(record).encode(), {}), columns)
 
 
-def in_table(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
-    """Return the documents of a record that is read from a table."""
-    table = pa.Table.from_pylist([record])
+def in_table(table: pa.Table, columns: ChatColumns) -> tuple[list, Counts]:
+    """Return the documents of a table."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
-    return read_chunk(chunk, columns)
+    return read_chunk(Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {}), columns)
 
 
 def test_nulls_in_tool_calls_are_kept_in_json_and_dropped_in_a_table() -> None:
-    record = {
-        "messages": [USER, call({"a": 1, "b": {"c": None}})],
-        "tools": [{"name": "f", "default": None}],
-    }
-    lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
-    (of_lines,), _ = read_chunk(lines, rule(TO_JSON))
-    assert of_lines[0] == expected(TO_JSON, record["messages"], tools=record["tools"])
-    assert '{"a": 1, "b": {"c": null}}' in of_lines[0] and '"default": null' in of_lines[0]
-    (of_rows,), counts = in_table(record, rule(TO_JSON))
-    dropped = [USER, call({"a": 1, "b": {}})]
-    assert of_rows[0] == expected(TO_JSON, dropped, tools=[{"name": "f"}])
+    chat = [USER, call({"a": 1, "b": {"c": None}})]
+    record = {"messages": chat, "tools": [{"name": "f", "default": None}]}
+    (of_lines,), _ = in_lines(record, rule(TO_JSON))
+    assert of_lines[0] == expected(TO_JSON, chat, tools=record["tools"])
+    assert '"b": {"c": null}' in of_lines[0] and '"default": null' in of_lines[0]
+    (of_rows,), counts = in_table(pa.Table.from_pylist([record]), rule(TO_JSON))
+    assert of_rows[0] == expected(TO_JSON, [USER, call({"a": 1, "b": {}})], tools=[{"name": "f"}])
     assert not counts.unread
 
 
 def test_a_map_in_a_table_is_an_object() -> None:
     arguments = pa.array([[("city", "X")]], pa.map_(pa.string(), pa.string()))
     calls = pa.StructArray.from_arrays([pa.array(["f"]), arguments], ["name", "arguments"])
-    message = pa.StructArray.from_arrays(
-        [
-            pa.array(["assistant"]),
-            pa.array([""]),
-            pa.ListArray.from_arrays(pa.array([0, 1]), calls),
-        ],
-        ["role", "content", "tool_calls"],
-    )
-    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1]), message)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
-    ((text, _),), _ = read_chunk(chunk, rule(TO_JSON))
+    values = [pa.array(["assistant"]), pa.array([""]), pa.ListArray.from_arrays([0, 1], calls)]
+    message = pa.StructArray.from_arrays(values, ["role", "content", "tool_calls"])
+    table = pa.table({"messages": pa.ListArray.from_arrays([0, 1], message)})
+    ((text, _),), _ = in_table(table, rule(TO_JSON))
     assert text == '<assistant>[f] {"city": "X"}<end>'
-
-
-PAIR = ("prompt", "completion")
-SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "It is sunny."}]
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marks"])
-@pytest.mark.parametrize(
-    ("record", "messages", "chat"),
-    [
-        ({"conversations": SHAREGPT}, "conversations", [USER, ANSWER]),
-        ({"m": [SHAREGPT[0], ANSWER]}, "m", [USER, ANSWER]),
-        ({"m": [SHAREGPT[0], ANSWER | {"value": 0.5}]}, "m", [USER, ANSWER]),
-        ({"chosen": [USER, ANSWER], "rejected": [USER]}, "chosen", [USER, ANSWER]),
-        ({"m": [USER | {"weight": None}, ANSWER]}, "m", [USER, ANSWER]),
-        ({"m": [USER, ANSWER | {"tool_calls": []}]}, "m", [USER, ANSWER]),
-        ({"prompt": "Weather?", "completion": "It is sunny."}, PAIR, [USER, ANSWER]),
-    ],
-)  # fmt: skip
-def test_a_chat_of_each_form_equals_its_usual_form(
-    template: str, record: dict, messages: Any, chat: list[dict]
-) -> None:
-    result = trained(template, record, messages)
-    answer = chat[-1]["content"]
-    assert result == (expected(template, chat), f"{answer}<|im_end|>\n")
 
 
 def test_the_mask_of_a_marked_template_is_that_of_transformers(tokenizer_file: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
-    tagged = TO_JSON.replace("{{ m.content or '' }}", "{% generation %}{{ m.content or '' }}", 1)
-    tagged = tagged.replace("{{ '<end>' }}", "{{ '<end>' }}{% endgeneration %}")
-    tagged = tagged.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1)
-    tagged = tagged.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
+    tagged = TO_JSON.replace(
+        "{{ m.content or '' }}",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}",
+        1,
+    ).replace("{{ '<end>' }}", "{{ '<end>' }}{% endgeneration %}{% endif %}")
     chat = [call({"a": 1}), call({"b": "世"}), ANSWER]
     result = tokenizer.apply_chat_template(
         chat, chat_template=tagged, return_assistant_tokens_mask=True, return_dict=True
@@ -223,38 +310,17 @@ def test_the_mask_of_a_marked_template_is_that_of_transformers(tokenizer_file: P
     assert (ids < 1 << 31).tolist() == [bool(bit) for bit in result["assistant_masks"]]
 
 
-# Qwen2.5 and Llama 3.1 read the first message of the prompt, which has none.
-FIRST = "{% if messages[0]['role'] != 'system' %}{{ '<system>You are Q.' }}{% endif %}" + CHATML
-NO_PROMPT = FIRST.replace(
-    "{% for", "{% if not messages %}{{ raise_exception('no chat') }}{% endif %}{% for", 1
-)
-
-
-@pytest.mark.parametrize("template", [CHATML, FIRST, NO_PROMPT, MARKED])
-@pytest.mark.parametrize("before", [[], [SYSTEM]], ids=["answer", "system"])
-def test_a_chat_may_begin_with_an_answer(template: str, before: list[dict]) -> None:
-    chat = [*before, ANSWER, USER, ANSWER]
-    end = "It is sunny.<|im_end|>\n"
-    result = trained(template, {"messages": chat})
-    assert result == (expected(template, chat), f"{end}|{end}")
-    assert trained(template, {"messages": chat[: len(before) + 1]}) == (
-        expected(template, chat[: len(before) + 1]),
-        end,
-    )
-
-
 @pytest.mark.parametrize("template", [CHATML, FIRST, MARKED])
 @pytest.mark.parametrize(
     ("record", "messages"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": ""}, "messages"),
+        *(({"messages": chat}, "messages") for chat in ([], None, "", [USER, CALL])),
         ({"messages": [USER, ANSWER | {"content": " "}]}, "messages"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": [], "id": 7}]}, "messages"),
         ({"messages": [USER, ANSWER | {"weight": 0}]}, "messages"),
         ({"prompt": "Weather?", "completion": None}, PAIR),
+        ({"prompt": "Weather?", "completion": " "}, PAIR),
         ({"prompt": "", "completion": ""}, PAIR),
     ],
     ids=str,
@@ -263,86 +329,85 @@ def test_a_chat_without_messages_or_answers_is_empty(
     template: str, record: dict, messages: Any
 ) -> None:
     columns = rule(template, messages)
-    lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
-    for documents, counts in (read_chunk(lines, columns), in_table(record, columns)):
+    table = pa.Table.from_pylist([record])
+    for documents, counts in (in_lines(record, columns), in_table(table, columns)):
         assert documents == [] and counts.empty == 1
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_an_answer_of_reasoning_alone_has_a_loss(key: str) -> None:
-    template = (
-        "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content }}"
-        "{{ message.content }};{% endfor %}"
-    )
-    record = {"messages": [USER, {"role": "assistant", "content": "", key: "hm"}]}
-    columns = rule(template, "messages")
-    assert columns.unread(record) == set()
-    text, [(start, end)] = columns.fill(record)
-    assert "hm" in text[start:end]
+@pytest.mark.parametrize(
+    ("template", "record", "unread"),
+    [
+        (CHATML, {}, {"message.id", "message.thinking"}),
+        (CHATML + "{# m.thinking #}", {"id": None}, {"message.id"}),
+        (REASONING, {"tools": [{"name": "f"}]}, {"message.id", "tools"}),
+        (WITH_TOOLS, {"tools": [{"name": "f"}]}, {"message.id", "message.thinking"}),
+    ],
+)
+def test_columns_and_keys_of_messages_without_an_effect_are_named(
+    template: str, record: dict, unread: set[str]
+) -> None:
+    chat = [USER | {"id": 7}, ANSWER | {"thinking": "hm", "weight": 1}]
+    assert rule(template).unread({"messages": chat} | record) == unread
 
 
 PART = {"type": "text", "text": "a"}
-
-
-@pytest.mark.parametrize(
-    ("record", "messages", "message"),
-    [
-        ({"m": [USER]}, "m", "the chat has no answer"),
-        ({"m": [USER | {"content": [PART]}, ANSWER]}, "m", "not a text, but.*'text'.*datasets.map"),
-        ({"m": [USER, RESULT | {"content": {"t": 20}}, ANSWER]}, "m", "not a text, but {'t': 20}"),
-        ({"m": [USER | {"content": 7}, ANSWER]}, "m", "content that is not a text, but 7"),
-        ({"m": {"messages": [USER, ANSWER]}}, "m", "not a list of messages.*{'messages': "),
-        ({"m": json.dumps([USER, ANSWER])}, "m", "not a list of messages.*datasets.map"),
-        ({"m": {"role": ["user"], "content": ["x"]}}, "m", "not a list of messages.*'role'"),
-        ({"m": ["Weather?", "sunny"]}, "m", "not a list of messages.*'Weather"),
-        ({"q": [USER], "a": "x"}, ("Q: {q}", "a"), "type list, which is not a text; for chats"),
-    ],
-)
-def test_a_chat_of_an_unknown_form_is_shown_in_the_message(
-    record: dict, messages: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        rule(CHATML, messages).fill(record)
-
-
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+ONE = {"messages": [USER, ANSWER]}
+IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+HUGE = "{% for n in range(10**9) %}{{ n }}{% endfor %}"
+ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+
+NOT_SAID = ("tool", "developer", "function")
+
+REFUSED: list[tuple[str, Any, Any, str]] = [
+    (CHATML, "m", [USER], "the chat has no answer"),
+    (CHATML, "m", [USER | {"content": [PART]}, ANSWER], "not a text, but.*'text'.*datasets.map"),
+    (CHATML, "m", [USER, RESULT | {"content": {"t": 20}}, ANSWER], "not a text, but {'t': 20}"),
+    (CHATML, "m", [USER | {"content": 7}, ANSWER], "content that is not a text, but 7"),
+    (CHATML, "m", {"messages": [USER, ANSWER]}, "not a list of messages.*{'messages': "),
+    (CHATML, "m", json.dumps([USER, ANSWER]), "not a list of messages.*datasets.map"),
+    (CHATML, "m", {"role": ["user"], "content": ["x"]}, "not a list of messages.*'role'"),
+    (CHATML, "m", ["Weather?", "sunny"], "not a list of messages.*'Weather"),
+    (CHATML, "m", [USER, {"from": "narrator", "value": "x"}, ANSWER], "role narrator"),
+    (CHATML, "m", [USER, {"role": "narrator", "content": "x"}, ANSWER], "role narrator"),
+    (CHATML, "m", [USER, ANSWER | {"weight": 0.5}], "`weight` that is neither 0 nor 1"),
+    (CHATML, "m", [USER, ANSWER | {"train": False}], "the key `train`, which is not read"),
+    (PLAIN, "m", [{"role": "user"}, ANSWER], "rejects this chat"),
+    (ODD, "m", says("so", "yes"), "generation"),
+    (IN_PYTHON, "m", ONE["messages"], "rejects this chat"),
+    (HUGE, "m", ONE["messages"], "OverflowError: Range too big"),
+    (ENDLESS, "m", ONE["messages"], "RecursionError"),
+    ("{{ 1 / 0 }}", "m", ONE["messages"], "rejects this chat: ZeroDivisionError"),
+    *(
+        (TURNS_ALONE, "m", [USER, message, ANSWER], f"message 2, .* is {message['role']}")
+        for message in (SYSTEM, *(RESULT | {"role": role} for role in NOT_SAID))
+    ),
+    *(
+        (CALLS, "m", [USER, ANSWER | {"tool_calls": calls}], r"`message\.tool_calls` is not a list")
+        for calls in ('[{"name": "f"}]', ['{"name": "f"}'], {"name": "f"})
+    ),
+    *(
+        (TO_JSON, "messages", ONE | {"tools": tools}, "`tools` is not a list of objects, each with")
+        for tools in (TOOL, ["f"], "f", json.dumps([TOOL]), 7)
+    ),
+    (CHATML, ("Q: {q}", "a"), {"q": [USER], "a": "x"}, "type list, which is not a text; for chats"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("tools", [None, [], ""])
-def test_no_tools_are_passed_to_the_template_as_none(tools: Any) -> None:
-    template = "{{ tools is none }}" + CHATML
-    result = trained(template, {"messages": [USER, ANSWER], "tools": tools})
-    assert result is not None and result[0].startswith("True<|im_start|>")
-
-
-@pytest.mark.parametrize("tools", [TOOL, ["f"], "f", json.dumps([TOOL]), 7], ids=str)
-def test_tools_of_another_form_are_refused_with_the_form(tools: Any) -> None:
-    message = "column `tools` is not a list of objects, each with the schema of a function: "
+@pytest.mark.parametrize(("template", "messages", "record", "message"), REFUSED)
+def test_a_chat_that_cannot_be_read_is_refused_with_the_reason(
+    template: str, messages: Any, record: Any, message: str
+) -> None:
+    record = {"m": record} if messages == "m" else record
     with pytest.raises(ValueError, match=message):
-        rule(TO_JSON).fill({"messages": [USER, ANSWER], "tools": tools})
+        rule(template, messages).fill(record)
+    if "tool_calls" in message:
+        assert rule(CHATML, "m").fill(record)
 
 
-@pytest.mark.parametrize("calls", ['[{"name": "f"}]', ['{"name": "f"}'], {"name": "f"}], ids=str)
-def test_calls_in_json_are_refused_instead_of_written_by_characters(calls: Any) -> None:
-    template = "{% for m in messages %}{{ m.content }}"
-    template += "{% for call in m.tool_calls or [] %}[{{ call.name }}]{% endfor %}{% endfor %}"
-    chat = {"messages": [USER, ANSWER | {"tool_calls": calls}]}
-    with pytest.raises(ValueError, match=r"`message\.tool_calls` is not a list"):
-        rule(template).fill(chat)
-    assert rule(CHATML).fill(chat)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_template_that_cannot_be_computed_rejects_the_chat(code: str) -> None:
-    with pytest.raises(ValueError, match="the chat template rejects this chat: "):
-        rule(code + CHATML).fill({"messages": [USER, ANSWER]})
+def test_a_message_of_an_unreadable_chat_names_its_line() -> None:
+    with pytest.raises(InputError, match=r"x\.jsonl:1: column `m` is not a list of messages"):
+        in_lines({"m": "x"}, rule(CHATML, "m"))
 
 
 ESCAPED = r"{title}\n\n{body}\t."
@@ -360,13 +425,94 @@ def test_a_recipe_may_have_backslash_n_in_any_template(key: str) -> None:
 def test_backslash_n_in_jinja_writes_the_same_text() -> None:
     template = r"{{ '\n' }}{{ '\\n' }}{{ 'a\tb' }}" + CHATML
     read = DataSettings(packs="p", chat_template=template).chat_template
-    assert read is not None
-    assert trained(read, {"messages": [USER, ANSWER]}) == trained(
-        template, {"messages": [USER, ANSWER]}
-    )
+    assert read is not None and trained(read, ONE) == trained(template, ONE)
 
 
-def test_a_message_of_an_unreadable_chat_names_its_line() -> None:
-    lines = Chunk("jsonl", "x.jsonl:", 1, b'{"m": "x"}', {})
-    with pytest.raises(InputError, match=r"x\.jsonl:1: column `m` is not a list of messages"):
-        read_chunk(lines, rule(CHATML, "m"))
+# ── Chats in packs ────────────────────────────────────────────────────────────────────────────────
+
+
+SAID = "System:\na\n\n"
+ASKED = "User:\nWeather?\n\n"
+
+
+@pytest.mark.parametrize(
+    ("chats", "messages", "prompts"),
+    [
+        (["Hello, 世界.", "so"], "messages", ASKED),
+        ([[{"from": "system", "value": "a"}, *SHAREGPT]], "conversations", SAID + ASKED),
+    ],
+    ids=["messages", "ShareGPT"],
+)  # fmt: skip
+def test_chats_are_recognised_by_their_columns(
+    chats: list,
+    messages: str,
+    prompts: str,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
+    records = [{messages: says(chat) if isinstance(chat, str) else chat} for chat in chats]
+    folders = [tmp_path / name for name in ("recognised", "named")]
+    for folder, named in zip(folders, ({}, {"messages": messages}), strict=True):
+        documents = packed(folder, tokenizer_file, records, chat_template="plain", **named)
+        assert len(documents) == len(records)
+        for ids, mask in documents:
+            answer = tokenizer.decode(ids[mask])
+            assert answer.removesuffix("<|endoftext|>") in ("Hello, 世界.", "so", "It is sunny.")
+            assert ids.tolist() == tokenizer(f"{prompts}Assistant:\n{answer}").input_ids
+    printed = capsys.readouterr().err
+    assert printed.count("has chats, which are read with data.messages=") == 1
+    recognised, named = (read_manifest(folder / "packs") for folder in folders)
+    assert recognised["splits"]["train"]["fingerprint"] == named["splits"]["train"]["fingerprint"]
+    with pytest.raises(InputError, match=r"other settings \(messages"):
+        packed(folders[0], tokenizer_file, records, chat_template="plain", messages="m")
+
+
+def test_text_precedes_chats_unless_a_chat_template_is_chosen(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    record = ONE | {"text": "words"}
+    ((ids, mask),) = packed(tmp_path / "text", tokenizer_file, [record])
+    assert decode(ids) == "words" and mask.all()
+    ((ids, _),) = packed(tmp_path / "chat", tokenizer_file, [record], chat_template="plain")
+    assert decode(ids).startswith("User:\nWeather?")
+    with pytest.raises(InputError, match=r"data.text to .*data.messages to .*data.input_ids to"):
+        packed(tmp_path / "unclear", tokenizer_file, [ONE | {"input_ids": [1]}])
+
+
+def test_the_example_in_the_docs_converts_other_chats(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    (example,) = re.findall(r"```python\n(import datasets.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"system": "Be kind.", "question": "why?", "answer": "so"}\n')
+    exec(example)
+    records = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
+    ((ids, mask),) = packed(tmp_path, tokenizer_file, records, chat_template="plain")
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    assert decode(ids) == "System:\nBe kind.\n\nUser:\nwhy?\n\nAssistant:\nso"
+    assert decode(ids[mask]) == "so"
+
+
+def test_the_template_of_a_tokenizer_or_processor_or_file_is_read(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "named")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    stored = config | {"chat_template": [{"name": "default", "template": CHATML}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"data\.chat_template: .*or several; either set"):
+        chat_template(None, str(folder))
+    with pytest.raises(InputError, match=r"data\.chat_template: rag: cannot be read: No such file"):
+        chat_template("rag", str(folder))
+    (folder / "rag.jinja").write_text("rag")
+    assert chat_template(str(folder / "rag.jinja"), str(folder)) == "rag"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert chat_template(None, str(folder)) == CHATML
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    assert chat_template(None, str(folder)) == PLAIN

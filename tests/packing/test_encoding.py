@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from foundation.errors import InputError
 from packing import encoding
@@ -83,9 +75,7 @@ def byte_level(regex: str) -> Any:
 def make(name: str) -> Tokenizer:
     """Return a small tokenizer with the parts of a well-known one."""
     bytes_trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     unk: dict[str, Any] = {"special_tokens": ["<unk>"], "show_progress": False}
     bpe = trainers.BpeTrainer(vocab_size=150, **unk)
@@ -100,10 +90,7 @@ def make(name: str) -> Tokenizer:
             models.BPE(ignore_merges=True), bytes_trainer, byte_level(LLAMA3)
         ),
         "qwen": lambda: trained(
-            models.BPE(),
-            bytes_trainer,
-            byte_level(LLAMA3.replace("{1,3}", "")),
-            normalizers.NFC(),
+            models.BPE(), bytes_trainer, byte_level(LLAMA3.replace("{1,3}", "")), normalizers.NFC()
         ),
         "mistral": lambda: trained(
             models.BPE(unk_token="<unk>", fuse_unk=True), bpe, metaspace(prepend_scheme="first")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,20 @@ from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_columns import number_documents
 from packing.tokenizer import save_tokenizer, train_tokenizer
-from tests.conftest import flip
+from tests.conftest import ROOT, flip
 
-FIXTURES = Path(__file__).parents[1] / "data" / "mds"
+FIXTURES = ROOT / "tests/data/mds"
 EXPECTED: dict[str, list[dict[str, Any]]] = json.loads((FIXTURES / "expected.json").read_text())
 LENGTH = 32
+READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "str": bytes.decode,
+    "bytes": list,
+}
 
 
 @pytest.fixture
-def fixture(tmp_path: Path):
+def fixture(tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that makes a writable copy of a fixture folder, with unpacked shards."""
 
     def copy(name: str) -> Path:
@@ -49,14 +55,14 @@ def fixture(tmp_path: Path):
     return copy
 
 
-def open_mds(path: Path, length: int = LENGTH) -> Packs:
-    return open_packs(DataSettings(packs=path, length=length), "train")
+def open_mds(path: Path, length: int = LENGTH, **more: Any) -> Packs:
+    return open_packs(DataSettings(packs=path, length=length, **more), "train")
 
 
-def change_index(folder: Path, old: str, new: str) -> None:
+def change_index(folder: Path, change: Callable[[str], str]) -> None:
     text = (folder / "index.json").read_text()
-    assert old in text
-    (folder / "index.json").write_text(text.replace(old, new))
+    assert change(text) != text
+    (folder / "index.json").write_text(change(text))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -71,34 +77,25 @@ def test_every_sample_equals_that_of_the_formats_library(fixture, name):
                 assert value.dtype.name == column["dtype"] and list(value.shape) == column["shape"]
                 assert value.tolist() == column["values"]
             else:
-                read = {
-                    "int": lambda data: int.from_bytes(data, "little", signed=True),
-                    "str": bytes.decode,
-                }
-                assert (
-                    read.get(column["type"], list if column["type"] == "bytes" else json.loads)(
-                        value
-                    )
-                    == column["values"]
-                )
+                assert READ.get(column["type"], json.loads)(value) == column["values"]
 
 
-def test_columns_determine_documents():
-    packs = open_mds(FIXTURES / "reference")
-    rows = EXPECTED["reference"]
-    assert len(packs) == len(rows) == 12
-    for index in np.random.default_rng(0).permutation(12).tolist():
+@pytest.mark.parametrize("name", ["reference", "zstd"])
+def test_packs_have_the_tokens_and_the_documents_of_the_columns(fixture, name):
+    packs = open_mds(fixture(name))
+    rows = EXPECTED[name]
+    assert len(packs) == len(rows)
+    for index in np.random.default_rng(0).permutation(len(rows)).tolist():
         pack = packs[index]
-        row = rows[index]
-        assert (
-            pack.input_ids.dtype == np.uint32
-            and pack.input_ids.tolist() == row["input_ids"]["values"]
-        )
-        assert (
-            pack.lengths.dtype == np.int32
-            and pack.lengths.tolist() == row["attention_mask"]["values"]
-        )
+        assert pack.input_ids.dtype == np.uint32 and pack.lengths.dtype == np.int32
+        assert pack.input_ids.tolist() == rows[index]["input_ids"]["values"]
+        if name == "reference":
+            assert pack.lengths.tolist() == rows[index]["attention_mask"]["values"]
+        else:
+            positions = np.concatenate([np.arange(n) for n in pack.lengths])
+            assert positions.tolist() == rows[index]["position_ids"]["values"]
         assert pack.trained is None
+    packs.verify()
 
 
 def test_train_and_val_folders_are_the_splits(fixture, tmp_path):
@@ -109,8 +106,7 @@ def test_train_and_val_folders_are_the_splits(fixture, tmp_path):
     settings = DataSettings(packs=tmp_path, length=LENGTH, held_out=0.5)
     assert len(open_packs(settings, "train")) == 12
     assert len(open_packs(settings, "held_out")) == 6
-    (tmp_path / "train").rename(tmp_path / "first")
-    (tmp_path / "first").rename(tmp_path / "test")
+    (tmp_path / "train").rename(tmp_path / "test")
     with pytest.raises(InputError, match="has no packs"):
         open_mds(tmp_path)
 
@@ -132,17 +128,6 @@ def test_a_flipped_bit_is_found_when_a_folder_is_opened(fixture, name):
             read_index(folder)
         flip(shard, position)
     read_index(folder)
-
-
-def test_unpacked_shards_have_the_tokens_and_positions(fixture):
-    packs = open_mds(fixture("zstd"))
-    rows = EXPECTED["zstd"]
-    assert len(packs) == len(rows) == 10
-    for index in (9, *range(9)):
-        assert packs[index].input_ids.tolist() == rows[index]["input_ids"]["values"]
-        positions = np.concatenate([np.arange(n) for n in packs[index].lengths])
-        assert positions.tolist() == rows[index]["position_ids"]["values"]
-    packs.verify()
 
 
 def test_compressed_shards_must_be_unpacked():
@@ -179,56 +164,48 @@ def test_documents_follow_from_lengths_or_positions_or_both(lengths, first_posit
     positions = positions.astype(dtype)
     width = sum(lengths)
     # Lengths of documents of one token look like a mask of ones.
-    if width == len(lengths):
-        mask = np.ones(width, np.uint32)
-    for columns in (
-        {"attention_mask": mask, "position_ids": positions},
-        {"position_ids": positions},
-    ):
-        assert lengths_of(number_documents(width, columns)) == lengths
-    for name in ("seq_lengths", "attention_mask")[: 1 + (width > len(lengths))]:
-        assert lengths_of(number_documents(width, {name: np.array(lengths, np.uint32)})) == lengths
-    assert lengths_of(number_documents(width, {"cu_seqlens": np.cumsum([0, *lengths])})) == lengths
+    ones = width == len(lengths)
+    both = {"attention_mask": np.ones(width, np.uint32) if ones else mask}
     numbered = np.append(np.repeat(np.arange(len(lengths)), lengths), [-1, -1, -1])
-    assert lengths_of(number_documents(width + 3, {"sequence_id": numbered})) == lengths
     padded = np.append(np.ones(width, np.int64), np.zeros(3, np.int64))
+    padded_positions = np.append(positions, [0, 0, 0])
+    for padding, columns in (
+        (0, both | {"position_ids": positions}),
+        (0, {"position_ids": positions}),
+        (0, {"seq_lengths": mask}),
+        (0, {"position_ids": positions} if ones else {"attention_mask": mask}),
+        (0, {"cu_seqlens": np.cumsum([0, *lengths])}),
+        (3, {"sequence_id": numbered}),
+        (3, {"attention_mask": padded, "position_ids": padded_positions}),
+    ):
+        assert lengths_of(number_documents(width + padding, columns)) == lengths
     assert lengths_of(number_documents(width + 3, {"attention_mask": padded})) == [width]
-    both = {"attention_mask": padded, "position_ids": np.append(positions, [0, 0, 0])}
-    assert lengths_of(number_documents(width + 3, both)) == lengths
 
 
 @pytest.mark.parametrize("mask", [[3, 4], [9], [], [-1, 9]])
-@pytest.mark.parametrize("positions", [None, [0, 1], [0, *range(7)]])
+@pytest.mark.parametrize("positions", [{}, {"position_ids": [0, 1]}, {"position_ids": range(8)}])
 def test_inconsistent_document_columns_are_rejected(mask, positions):
-    columns = {"attention_mask": np.array(mask, np.int64)}
+    columns = {"attention_mask": mask} | positions
     with pytest.raises(ValueError):
-        number_documents(
-            8, columns | ({} if positions is None else {"position_ids": np.array(positions)})
-        )
+        number_documents(8, {name: np.array(column) for name, column in columns.items()})
 
 
-def write_columns(folder: Path, **columns: Any) -> Path:
+def write_columns(folder: Path, dtype: str = "int32", **columns: Any) -> Path:
     """Write one sample of 8 tokens in raw MDS, with further columns of 8 numbers."""
     folder.mkdir(parents=True)
-    columns = {"input_ids": np.arange(8), **columns}
-    sample = b"".join(np.asarray(column, "<i4").tobytes() for column in columns.values())
+    dtypes = ["uint32", *[dtype] * len(columns)]
+    columns = {"input_ids": range(8), **columns}
+    pairs = zip(columns.values(), dtypes, strict=True)
+    sample = b"".join(np.array(column, kind).tobytes() for column, kind in pairs)
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
-    encodings = ["ndarray:uint32:8", *["ndarray:int32:8"] * (len(columns) - 1)]
-    layout = {
+    shard = {
+        **{"version": 2, "format": "mds", "compression": None, "zip_data": None, "samples": 1},
+        "raw_data": {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}},
         "column_names": list(columns),
-        "column_encodings": encodings,
+        "column_encodings": [f"ndarray:{kind}:8" for kind in dtypes],
         "column_sizes": [32] * len(columns),
     }
-    raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
-    shard = {
-        "version": 2,
-        "format": "mds",
-        "compression": None,
-        "samples": 1,
-        "raw_data": raw,
-        "zip_data": None,
-    } | layout
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
     return folder
 
@@ -244,8 +221,9 @@ ONES = [1] * 8
         ({"sequence_id": [0, 0, 1, 1, 1, 2, -1, -1]}, [2, 3, 1]),
         ({"sequence_id": ONES}, [8]),
         ({"position_ids": range(8)}, [8]),
+        ({"dtype": "float32", "attention_mask": [1, 1, 1, 2, 2, 3, 0, 0]}, [3, 2, 1]),
     ],
-    ids=["tokens alone", "mask", "numbers", "one number", "positions"],
+    ids=["tokens alone", "mask", "numbers", "one number", "positions", "floats"],
 )
 def test_the_end_token_ends_documents_unless_a_column_does(columns, lengths, tmp_path: Path):
     tokenizer = train_tokenizer(["abc"], 260)
@@ -254,86 +232,58 @@ def test_the_end_token_ends_documents_unless_a_column_does(columns, lengths, tmp
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": tokenizer.id_to_token(3)}))
     path = write_columns(tmp_path / "mds", **columns)
-    settings = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
-    with_tokenizer = open_packs(settings, "train")
+    with_tokenizer = open_mds(path, 8, tokenizer=str(tmp_path / "tokenizer"))
     without_tokenizer = open_mds(path, 8)
     assert with_tokenizer[0].lengths.tolist() == lengths
-    assert (with_tokenizer.fingerprint == without_tokenizer.fingerprint) == (
-        with_tokenizer[0].lengths.tolist() == without_tokenizer[0].lengths.tolist()
-    )
+    same_lengths = lengths == without_tokenizer[0].lengths.tolist()
+    same_packs = with_tokenizer.fingerprint == without_tokenizer.fingerprint
+    assert same_packs == same_lengths or columns.get("dtype") == "float32"
 
 
-def test_a_loss_mask_is_used_and_an_unread_column_is_named(tmp_path: Path):
-    path = write_columns(tmp_path / "mds", loss_mask=[0, 0, 1, 1, 0, 1, 1, 1], token_type_ids=ONES)
-    packs = open_mds(path, 8)
-    assert packs[0].trained.tolist() == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert packs.notes == [f"{path}: columns not read: token_type_ids"]
-    assert not open_mds(write_columns(tmp_path / "read", sequence_id=ONES), 8).notes
+@pytest.mark.parametrize(
+    ("columns", "trained", "unread"),
+    [
+        ({"loss_mask": [0, 0, 1, 1, 0, 1, 1, 1], "token_type_ids": ONES}, [2, 3, 5, 6, 7], True),
+        ({"sequence_id": ONES}, None, False),
+        # Padding is never trained on, even if it has labels.
+        (
+            {"labels": [-100, -100, 2, 3, -100, 5, 6, 7], "attention_mask": [1] * 6 + [0] * 2},
+            [2, 3, 5],
+            False,
+        ),
+    ],
+)
+def test_a_mask_or_labels_determine_the_trained_tokens(columns, trained, unread, tmp_path: Path):
+    write_columns(tmp_path / "train", **columns)
+    write_columns(tmp_path / "val")
+    packs = open_mds(tmp_path, 8)
+    mask = packs[0].trained
+    assert trained == (None if mask is None else np.flatnonzero(mask).tolist())
+    notes = [f"{tmp_path}: columns not read: token_type_ids"]
+    assert list(packs.notes) == (notes if unread else [])
+    assert open_packs(DataSettings(packs=tmp_path, length=8), "held_out")[0].trained is None
 
 
-def test_a_mask_of_floats_numbers_the_documents(tmp_path: Path):
-    path = write_columns(tmp_path / "mds", attention_mask=[1, 1, 1, 2, 2, 3, 0, 0])
-    shard = path / "shard.00000.mds"
-    data = shard.read_bytes()
-    mask = np.frombuffer(data[-32:], "<i4").astype("<f4")
-    shard.write_bytes(data[:-32] + mask.tobytes())
-    change_index(path, "ndarray:int32:8", "ndarray:float32:8")
-    assert open_mds(path, 8)[0].lengths.tolist() == [3, 2, 1]
-
-
-def test_padding_before_a_token_is_rejected(tmp_path: Path):
-    for number, mask in enumerate(([0, 1] * 4, [0] * 8)):
-        with pytest.raises(
-            InputError, match=r"shard\.00000\.mds, sample 0: .*padding only at its end"
-        ):
-            open_mds(write_columns(tmp_path / str(number), attention_mask=mask), 8)
-
-
-def test_columns_without_packs_of_this_length_are_rejected(tmp_path: Path):
-    for path, length, message in (
-        ("encodings", LENGTH, "input_ids"),
-        ("reference", 64, r"`data\.length` is 64"),
-    ):
-        with pytest.raises(InputError, match=message):
-            open_mds(FIXTURES / path, length)
-    number = write_columns(tmp_path / "number")
-    change_index(number, '"ndarray:uint32:8"', '"uint32"')
-    change_index(number, "[32]", "[4]")
-    with pytest.raises(InputError, match=r"shard\.00000\.mds"):
-        open_mds(number, 1)
-    with pytest.raises(InputError, match="without a shift"):
-        open_mds(write_columns(tmp_path / "shifted", labels=[*range(1, 8), -100]), 8)
-    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
-    with pytest.raises(InputError, match="no shards"):
-        open_mds(tmp_path, 8)
-
-
-def test_labels_determine_the_trained_tokens(tmp_path: Path):
-    """Padding is never trained on, even if it has labels."""
-    write_columns(
-        tmp_path / "mds" / "train",
-        labels=[-100, -100, 2, 3, -100, 5, 6, 7],
-        attention_mask=[1] * 6 + [0] * 2,
-    )
-    write_columns(tmp_path / "mds" / "val")
-    settings = DataSettings(packs=tmp_path / "mds", length=8)
-    assert open_packs(settings, "train")[0].trained.tolist() == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert open_packs(settings, "held_out")[0].trained is None
+@pytest.mark.parametrize(
+    ("columns", "change", "length", "message"),
+    [
+        ({"attention_mask": [0, 1] * 4}, None, 8, r"00000\.mds, sample 0: .*padding only at its"),
+        ({"attention_mask": [0] * 8}, None, 8, r"00000\.mds, sample 0: .*padding only at its end"),
+        ({"labels": [*range(1, 8), -100]}, None, 8, "without a shift"),
+        ({}, ("input_ids", "ids"), 8, "input_ids"),
+        ({}, None, 64, r"`data\.length` is 64"),
+        (
+            {},
+            ('["ndarray:uint32:8"], "column_sizes": [32', '["uint32"], "column_sizes": [4'),
+            1,
+            r"0\.mds",
+        ),
+        ({}, ('"shards": [', '"shards": [], "x": ['), 8, "no shards"),
+    ],
+)
+def test_columns_that_make_no_packs_are_rejected(columns, change, length, message, tmp_path: Path):
+    path = write_columns(tmp_path / "mds", **columns)
+    if change:
+        change_index(path, lambda text: text.replace(*change))
+    with pytest.raises(InputError, match=message):
+        open_mds(path, length)

@@ -18,7 +18,8 @@ from packing.records import TextTemplate
 from packing.settings import DataSettings, files_of
 from packing.sources import open_source, refuse_common_files
 from packing.store import all_sources
-from tests.packing.test_sources import open_reader, texts_of, write_corpus
+from tests.packing.conftest import open_reader
+from tests.packing.test_sources import texts_of, write_corpus
 
 
 def write_files(folder: Path, *names: str) -> None:

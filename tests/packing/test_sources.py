@@ -21,16 +21,11 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from packing.chunks import read_chunk
 from packing.prepare import check_sources
-from packing.records import UNTRAINED, TextTemplate, TokenColumns
+from packing.records import UNTRAINED, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source
 from packing.token_columns import TOKEN_COLUMNS
-
-
-def open_reader(source: Path | str, **more: Any) -> Any:
-    """Return the reader of a source."""
-    settings = DataSettings(packs="packs", tokenizer="t", source=str(source), **more)
-    return open_source(settings, TextTemplate.parse(settings.text))
+from tests.packing.conftest import open_reader
 
 
 def texts_of(
@@ -225,26 +220,6 @@ def test_a_text_file_ignores_columns_of_the_data_section(
     check()
     with pytest.raises(InputError, match=r"data.text: .* is read as text, which has no such"):
         check(text="title")
-
-
-def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(
-        '{"title": "T", "n": 3, "body": null}\n{"title": null, "n": "", "body": ""}\n'
-    )
-    assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
-
-
-def test_nan_and_infinity_are_no_text(tmp_path: Path) -> None:
-    titles = [1.5, float("nan"), float("-inf")]
-    pq.write_table(pa.table({"title": titles, "body": ["a", "", None]}), tmp_path / "x.parquet")
-    (tmp_path / "x.jsonl").write_text(
-        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n'
-        '{"title": -Infinity, "body": null}\n'
-    )
-    for kind in ("parquet", "jsonl"):
-        source = open_reader(tmp_path / f"x.{kind}", text="{title} {body}")
-        texts, counts = read_chunk(next(source.chunks({})), source.records)
-        assert texts == ["1.5 a"] and counts.empty == 2
 
 
 BAD_LINES = [

@@ -323,9 +323,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_packer_process_makes_parts_and_reports_its_end(
-    streamed_settings: DataSettings,
-) -> None:
+def test_a_packer_process_makes_parts_and_reports_its_end(streamed_settings: DataSettings) -> None:
     packs = open_packs(streamed_settings, "train")
     with PackerProcess(streamed_settings, packs.position) as packer:
         with pytest.raises(InputError, match=r"another run, process \d+"):

@@ -135,10 +135,7 @@ def test_an_eos_token_that_the_tokenizer_lacks_is_named(
 def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text('{"text": "words"}\n')
-    for vocabulary, out, message in (
-        ("300", ".", "--out"),
-        ("300", "texts.jsonl", "--out"),
-    ):
+    for vocabulary, out, message in (("300", ".", "--out"), ("300", "texts.jsonl", "--out")):
         assert (
             main(
                 ["tokenizer", str(source), "--out", str(tmp_path / out), "--vocabulary", vocabulary]

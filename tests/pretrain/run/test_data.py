@@ -13,13 +13,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from packing.arrow import Pack, write_packs
 from packing.settings import DataSettings
-from pretrain.run.data import (
-    Data,
-    check_labels,
-    check_tokens,
-    open_data,
-    open_prepared,
-)
+from pretrain.run.data import Data, check_labels, check_tokens, open_data, open_prepared
 from pretrain.run.tokenizer import fingerprint_at, with_tokens
 from pretrain.settings.recipe import ModelSettings
 

@@ -258,11 +258,7 @@ def test_names_that_lead_out_of_the_folder_are_ignored(
 
 
 def test_files_that_could_not_be_stored_are_stored_later(
-    address: str,
-    run: Path,
-    tmp_path: Path,
-    s3_server: Server,
-    capsys: pytest.CaptureFixture[str],
+    address: str, run: Path, tmp_path: Path, s3_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = StoredRun(address, run)
     stored.claim()

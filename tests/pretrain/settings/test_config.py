@@ -13,13 +13,7 @@ from foundation.errors import InputError
 from foundation.settings import parse, sections_in
 from packing.store import all_sources
 from pretrain.settings import commands
-from pretrain.settings.config import (
-    identity_of,
-    load_recipe,
-    resolved,
-    run_dir_of,
-    with_weights,
-)
+from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of, with_weights
 from pretrain.settings.recipe import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -327,9 +321,7 @@ def test_the_identity_depends_only_on_what_is_trained(
     assert identity(data="other") != identity()
 
 
-def test_overrides_of_a_sweep_agent_are_read_and_name_the_run_folder(
-    tmp_path: Path,
-) -> None:
+def test_overrides_of_a_sweep_agent_are_read_and_name_the_run_folder(tmp_path: Path) -> None:
     """W&B's agent writes --key=value. The shipped sweep gives each trial its own folder."""
     sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
     trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]
