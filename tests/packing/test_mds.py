@@ -211,6 +211,7 @@ def write_columns(folder: Path, dtype: str = "int32", **columns: Any) -> Path:
 
 
 ONES = [1] * 8
+AS_NUMBER = '["uint32"], "column_sizes": [4'
 
 
 @pytest.mark.parametrize(

@@ -70,21 +70,10 @@ def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
     return path
 
 
-KINDS = [
-    "jsonl",
-    "jsonl.gz",
-    "jsonl.zst",
-    "json",
-    "csv",
-    "csv.gz",
-    "tsv",
-    "parquet",
-    "dataset",
-    "text files",
-]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "csv", "csv.gz", "tsv", "parquet", "dataset"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "text files"])
 def test_every_format_yields_the_same_documents_from_any_place(
     kind: str, documents: list[str], tmp_path: Path
 ) -> None:
@@ -112,14 +101,8 @@ def test_the_identity_of_a_source_changes_with_its_file(kind: str, tmp_path: Pat
 def test_every_format_reads_columns_beside_ids_and_names_the_rest(
     kind: str, tmp_path: Path
 ) -> None:
-    rows = [
-        {
-            "input_ids": [5, 6, 7, 0],
-            "attention_mask": [1, 1, 1, 0],
-            "labels": [-100, 6, 7, -100],
-            "id": 7,
-        }
-    ] * 3
+    row = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0], "id": 7}
+    rows = [row | {"labels": [-100, 6, 7, -100]}] * 3
     path = tmp_path / f"x.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -133,10 +116,9 @@ def test_every_format_reads_columns_beside_ids_and_names_the_rest(
     settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
     for chunk in open_source(settings, records).chunks({}):
         filled, counts = read_chunk(chunk, records)
-        assert [[ids.tolist() for ids in documents] for documents in filled] == [
-            [[5 | UNTRAINED, 6, 7]]
-        ] * 3
-        assert counts.unread == ("id",)
+        for documents in filled:
+            assert [ids.tolist() for ids in documents] == [[5 | UNTRAINED, 6, 7]]
+        assert len(filled) == 3 and counts.unread == ("id",)
 
 
 def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_path: Path) -> None:
@@ -151,52 +133,132 @@ def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_
     assert [text for c in chunks for text in read_chunk(c, source.records)[0]] == documents
 
 
-@pytest.mark.parametrize(
-    ("encoding", "text", "message"),
-    [
-        ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f utf16 -t utf8"),
-        ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f utf16 -t utf8"),
-        ("utf-32-le", "\ufeffcafe", "not UTF-8.*convert the file"),
-        ("utf-32-be", "\ufeffcafe", "not UTF-8.*convert the file"),
-        (
-            "utf-16-le",
-            "cafe",
-            "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8",
-        ),
-        (
-            "utf-32-be",
-            "cafe",
-            "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8",
-        ),
-        ("latin-1", "caf\xe9", "not UTF-8.*convert the file to UTF-8"),
-        ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert the file to UTF-8"),
-    ],
-)
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
-def test_another_encoding_is_refused_with_a_remedy(
-    encoding: str, text: str, message: str, suffix: str, tmp_path: Path
+# Names of files, their content, settings, and the texts.
+READ: list[tuple[str, str, dict[str, str], list[str]]] = [
+    ("x.json", json.dumps([{"text": "one"}, {"text": "zwei, ü"}]), {}, ["one", "zwei, ü"]),
+    ("x.json", '\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', {}, ["a", "b"]),
+    ("x.json", '[{"text": "a"},\n{"text": "\u2028b\\n"}]', {}, ["a", "\u2028b\n"]),
+    ("x.json", '\ufeff[{"text": "a"}, {"text": "b"}]', {}, ["a", "b"]),
+    ("x.json", "[\n]", {}, []),
+    ("x.csv", '\ufefftext,n\n007,1\n1.0,"a, ""b""\n"\n,\n', {}, ["007", "1.0"]),
+    ("x.csv", 'text,n\n007,1\n1.0,"a"\n,\n', {"text": "{text}|{n}"}, ["007|1", "1.0|a"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "settings", "texts"), READ)
+def test_files_of_other_forms_are_read(
+    name: str, content: str, settings: dict[str, str], texts: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / name).write_text(content)
+    assert texts_of(tmp_path / name, **settings) == texts
+    if name == "x.csv":
+        assert texts_of(tmp_path / name, begin={"file": 0, "at": 1}, **settings) == texts[1:]
+
+
+def another_encoding(encoding: str, text: str, kind: str) -> bytes:
     mark = "\ufeff" if "\ufeff" in text else ""
-    if suffix == "csv":
-        message = "no column `text`" if "NUL" in message else "UTF-8: convert it.*iconv -f utf16"
-    line = f'{mark}{{"text": "{text.strip(mark)}"}}\n'
-    (tmp_path / f"x.{suffix}").write_bytes(line.encode(encoding))
+    return f'{mark}{{"text": "{text.strip(mark)}"}}\n'.encode(encoding)
+
+
+ENCODINGS = [
+    ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f utf16 -t utf8"),
+    ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f utf16 -t utf8"),
+    ("utf-32-le", "\ufeffcafe", "not UTF-8.*convert the file"),
+    ("utf-32-be", "\ufeffcafe", "not UTF-8.*convert the file"),
+    ("utf-16-le", "cafe", "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8"),
+    ("utf-32-be", "cafe", "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8"),
+    ("latin-1", "caf\xe9", "not UTF-8.*convert the file to UTF-8"),
+    ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert the file to UTF-8"),
+]
+CONTENTS = {
+    "gzip": gzip.compress(b'{"text": "a"}\n'),
+    "zstd": pa.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True),
+    "xz": lzma.compress(b'{"text": "a"}\n'),
+    "zip": b"PK\x03\x04\x14\x00",
+    "Arrow": b"ARROW1\0\0",
+}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+FILES = ("x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt")
+# A bad line between good ones.
+BAD_LINES = [
+    '{"text": "a"',
+    "[1]",
+    '{"texts": "a"}',
+    '{"text": "\\ud800"}',
+    '{"text": ["a"]}',
+    '{"text": "\xff"}',
+    '{"text": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    '{"text": "a", "n": ' + '{"n": ' * 990 + "0" + "}" * 991,
+]
+ROWS = [{"text": f"line\n[{n}]", "l": [[n]]} for n in range(9)]
+BAD_ROWS = [*ROWS, {"body": "x"}, *ROWS]
+TWO = [{"text": "one"}, {"text": "zwei"}]
+LONG = b"text\n" + b"a\n" * 99_999
+LATIN1 = r"x\.csv: .*UTF-8.*`iconv -f latin1 -t utf8`"
+
+# Names of files, their content, and words of the message.
+UNREADABLE: list[tuple[str, bytes, str]] = [
+    *((f"x.{kind}", another_encoding(encoding, text, kind), message)
+      for encoding, text, message in ENCODINGS for kind in ("txt", "jsonl")),
+    *(("x.csv", another_encoding(encoding, text, "csv"),
+       "no column `text`" if "NUL" in message else "UTF-8: convert it.*iconv -f utf16")
+      for encoding, text, message in ENCODINGS),
+    *(("x.jsonl", b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n',
+       "x.jsonl:2[:,] ") for line in BAD_LINES),
+    *((name, POINTER, rf"{name}: this is a Git LFS pointer; .*git lfs pull")
+      for name in (*FILES, "x.txt.gz")),
+    *((name, content, name) for name in FILES for content in CONTENTS.values()),
+    *(("x.txt.zst", content, "x.txt.zst") for kind, content in CONTENTS.items() if kind != "zstd"),
+    ("x.jsonl", b'{"text": "one"}\n' + bytes(3), r":2: has NUL characters.*remove the zeros"),
+    ("x.xlsx", b"text\na\n", "data.source: .*JSONL, JSON arrays, Parquet, CSV"),
+    ("x.jsonl", b'{"title": "x", "body": "y"}', r"title, body\. Set data\.text to a"),
+    ("x.jsonl", json.dumps(TWO, indent=1).encode(), r"x\.jsonl:1: .*jq -c"),
+    ("x.jsonl", json.dumps(TWO).encode(), r"x\.jsonl:1: .*write each record on one line"),
+    ("x.json", json.dumps(BAD_ROWS).encode(), r"x\.json.*, record 9: no column `text`"),
+    ("x.json", json.dumps(BAD_ROWS, indent=4).encode(), r"x\.json.*, record 9: no column `text`"),
+    ("x.json", b'[\n{"text": "a"},\n{"text"', r"x\.json"),
+    ("x.json", b'[\n{"text": "a"},\n{"te]', r"x\.json"),
+    ("x.jsonl", b'[{"text": "a"}]\n[{"text": "b"},\n', r"x\.json"),
+    ("x.csv", b"body\na\n", r"x\.csv: no column `text`; the columns are: body"),
+    ("x.csv", b"text\ncaf\xe9\n", LATIN1),
+    ("x.csv", LONG + b"caf\xe9\n", LATIN1),
+    ("x.csv", b"\n", r"x\.csv: cannot be read: .*Empty CSV file"),
+    ("x.csv", b"id,text\n1,a\n2\n", r"x\.csv: .*Row #3: Expected 2 columns, got 1: 2"),
+    ("x.tsv", b"id\ttext\n1\ta\n\n2\tb\tc\n", r"x\.tsv: .*Row #3: Expected 2 columns, got 3: 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE)
+def test_a_file_that_cannot_be_read_is_named_with_a_remedy(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        texts_of(tmp_path / f"x.{suffix}")
+        texts_of(tmp_path / name)
 
 
-def test_zeros_after_a_crash_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "one"}\n' + bytes(3))
-    with pytest.raises(InputError, match=r"x\.jsonl:2: has NUL characters.*remove the zeros"):
-        texts_of(path)
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_truncated_file_or_missing_column_is_named(
+    kind: str, documents: list[str], tmp_path: Path
+) -> None:
+    path = write_corpus(tmp_path, kind, documents)
+    with pytest.raises(InputError, match=r"id, text\. Set data\.text to a"):
+        texts_of(path, text="body")
+    content = path.read_bytes()
+    for damaged in (content[:-20], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=str(path)):
+            texts_of(path)
 
 
-def test_an_unsupported_kind_of_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "x.xlsx").write_text("text\na\n")
-    for source in (tmp_path / "x.xlsx", tmp_path):
-        with pytest.raises(InputError, match=r"data.source: .*JSONL, JSON arrays, Parquet, CSV"):
-            texts_of(source)
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "text files"])
+def test_names_of_files_may_have_any_bytes(kind: str, tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, kind, ["one", "two"])
+    renamed = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9" + path.suffix.encode()))
+    if kind == "jsonl.gz":
+        renamed = renamed.with_suffix(".jsonl.gz")
+    path.rename(renamed)
+    assert texts_of(renamed) == ["one", "two"]
 
 
 def test_a_text_file_ignores_columns_of_the_data_section(
@@ -222,165 +284,6 @@ def test_a_text_file_ignores_columns_of_the_data_section(
         check(text="title")
 
 
-BAD_LINES = [
-    '{"text": "a"',
-    "[1]",
-    '{"texts": "a"}',
-    '{"text": "\\ud800"}',
-    '{"text": ["a"]}',
-    '{"text": "\xff"}',
-    '{"text": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    '{"text": "a", "n": ' + '{"n": ' * 990 + "0" + "}" * 991,
-]
-
-
-@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:30])
-def test_a_malformed_line_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n')
-    with pytest.raises(InputError, match=r"x.jsonl:2[:,] "):
-        texts_of(path)
-
-
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt", "x.txt.gz"])
-def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(POINTER)
-    with pytest.raises(InputError, match=rf"{name}: this is a Git LFS pointer; .*git lfs pull"):
-        texts_of(tmp_path / name)
-
-
-CONTENTS = {
-    "gzip": gzip.compress(b'{"text": "a"}\n'),
-    "zstd": pa.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True),
-    "xz": lzma.compress(b'{"text": "a"}\n'),
-    "zip": b"PK\x03\x04\x14\x00",
-    "Arrow": b"ARROW1\0\0",
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt", "x.txt.zst"])
-def test_a_file_with_another_content_than_its_name_is_named(
-    name: str, content: str, tmp_path: Path
-) -> None:
-    if content == "zstd" and name == "x.txt.zst":
-        return
-    (tmp_path / name).write_bytes(CONTENTS[content])
-    with pytest.raises(InputError, match=name):
-        texts_of(tmp_path / name)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "text files"])
-def test_names_of_files_may_have_any_bytes(kind: str, tmp_path: Path) -> None:
-    path = write_corpus(tmp_path, kind, ["one", "two"])
-    renamed = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9" + path.suffix.encode()))
-    if kind == "jsonl.gz":
-        renamed = renamed.with_suffix(".jsonl.gz")
-    path.rename(renamed)
-    assert texts_of(renamed) == ["one", "two"]
-
-
-def test_a_missing_column_is_reported_with_keys(tmp_path: Path) -> None:
-    rows = [{"title": "x", "body": "y"}]
-    (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
-    for path in (tmp_path / "x.jsonl", tmp_path / "x.parquet"):
-        with pytest.raises(InputError, match=r"title, body\. Set data\.text to a"):
-            texts_of(path)
-
-
-def test_only_a_json_file_may_have_an_array(tmp_path: Path) -> None:
-    records = [{"text": "one"}, {"text": "zwei, ü"}]
-    (tmp_path / "x.json").write_text(json.dumps(records))
-    assert texts_of(tmp_path / "x.json") == ["one", "zwei, ü"]
-    (tmp_path / "x.jsonl").write_text(json.dumps(records, indent=1))
-    with pytest.raises(InputError, match=r"x\.jsonl:1: .*jq -c"):
-        texts_of(tmp_path / "x.jsonl")
-    (tmp_path / "x.jsonl").write_text(json.dumps(records))
-    with pytest.raises(InputError, match=r"x\.jsonl:1: .*write each record on one line"):
-        texts_of(tmp_path / "x.jsonl")
-
-
-@pytest.mark.parametrize("indent", [None, 4])
-def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_path: Path) -> None:
-    records = [{"text": f"line\n[{n}]", "l": [[n]]} for n in range(9)]
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps([*records, {"body": "x"}, *records], indent=indent))
-    with pytest.raises(InputError, match=r"x\.json.*, record 9: no column `text`"):
-        texts_of(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "texts"),
-    [
-        ('\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', ["a", "b"]),
-        ('[{"text": "a"},\n{"text": "\u2028b\\n"}]', ["a", "\u2028b\n"]),
-        ('\ufeff[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
-        ("[\n]", []),
-    ],
-)
-def test_arrays_of_other_forms_are_read(content: str, texts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(content)
-    assert texts_of(tmp_path / "x.json") == texts
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.json", '[\n{"text": "a"},\n{"text"'),
-        ("x.json", '[\n{"text": "a"},\n{"te]'),
-        ("x.jsonl", '[{"text": "a"}]\n[{"text": "b"},\n'),
-    ],
-)
-def test_an_incomplete_array_is_rejected(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=r"x\.json"):
-        texts_of(tmp_path / name)
-
-
-def test_values_in_csv_are_texts(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text('\ufefftext,n\n007,1\n1.0,"a, ""b""\n"\n,\n')
-    assert texts_of(tmp_path / "x.csv", text="{text}|{n}") == ["007|1", '1.0|a, "b"\n']
-    assert texts_of(tmp_path / "x.csv", begin={"file": 0, "at": 1}) == ["1.0"]
-
-
-def test_a_wrong_column_or_encoding_of_csv_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("body\na\n")
-    with pytest.raises(InputError, match=r"x\.csv: no column `text`; the columns are: body"):
-        texts_of(tmp_path / "x.csv")
-    for head in ("text\n", "text\n" + "a\n" * 99_999):
-        (tmp_path / "x.csv").write_bytes((head + "caf\xe9\n").encode("latin-1"))
-        with pytest.raises(InputError, match=r"x\.csv: .*UTF-8.*`iconv -f latin1 -t utf8`"):
-            texts_of(tmp_path / "x.csv")
-    (tmp_path / "x.csv").write_text("\n")
-    with pytest.raises(InputError, match=r"x\.csv: cannot be read: .*Empty CSV file"):
-        texts_of(tmp_path / "x.csv")
-
-
-@pytest.mark.parametrize(
-    ("rows", "error"),
-    [
-        (["1,a", "2"], "Row #3: Expected 2 columns, got 1: 2"),
-        (["1,a", "", "2,b,c"], "Row #3: Expected 2 columns, got 3: 2"),
-    ],
-    ids=["missing field", "additional field"],
-)
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_a_row_of_csv_that_cannot_be_read_is_named(
-    suffix: str, rows: list[str], error: str, tmp_path: Path
-) -> None:
-    path = tmp_path / f"x.{suffix}"
-    text = "\n".join(["id,text", *rows, ""])
-    if suffix == "tsv":
-        text = text.replace(",", "\t")
-    path.write_text(text)
-    with pytest.raises(InputError, match=f"x.{suffix}: cannot be read: .*{error}"):
-        texts_of(path)
-
-
 @given(
     st.lists(st.tuples(st.text(), st.text('",;\t\r\n\ufeff \\a')), min_size=1),
     st.sampled_from(["csv", "tsv", "csv.gz"]),
@@ -400,16 +303,6 @@ def test_rows_of_csv_are_read_as_they_were_written(
     texts = [read_chunk(chunk, reader.records)[0] for chunk in chunks]
     expected = [f"{text}<|{b}" for text, b in rows if text or b]
     assert [text for chunk_texts in texts for text in chunk_texts] == expected
-
-
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_a_truncated_file_raises_an_error(kind: str, documents: list[str], tmp_path: Path) -> None:
-    path = write_corpus(tmp_path, kind, documents)
-    content = path.read_bytes()
-    for damaged in (content[:-20], b""):
-        path.write_bytes(damaged)
-        with pytest.raises(InputError, match=str(path)):
-            texts_of(path)
 
 
 @given(
