@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install gpu demo which check lint types test nightly docs site clean
+.PHONY: help install gpu demo which check lint types test nightly speed-table docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make nightly  run the slow tests, and inject every fault in every precision (more than an hour on 2 cores)"
 	@echo "make install  create .venv only"
 	@echo "make gpu      create .venv for NVIDIA GPUs with Python 3.12, compile Transformer Engine, check each precision"
+	@echo "make speed-table  on a GPU, after make gpu: measure this launcher beside other trainers, pinned in PEERS"
 	@echo "make lint     check style and formatting with ruff"
 	@echo "make types    check the type hints with mypy"
 	@echo "make site     build the site of the docs in site/; links that lead nowhere are errors"
@@ -58,6 +59,12 @@ FAULTS ?= runs/nightly/faults.jsonl
 nightly: $(VENV)/.installed-dev $(VENV)/.installed-references
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly -n $(WORKERS) --maxprocesses 8 --dist worksteal
 	OMP_NUM_THREADS=1 $(RUN) -m tests.pretrain.verify.mutations --jobs $(WORKERS) --results $(FAULTS)
+
+# The table of the README on this machine. An interrupted measurement continues SPEEDS.
+PEERS ?= .venv/peers
+SPEEDS ?= runs/speed_table.json
+speed-table: $(VENV)/.installed
+	PYTHON=$(RUN) bash benchmarks/speed/programs/measure.sh $(PEERS) $(SPEEDS) $(OPTIONS)
 
 check: lint types site test
 

@@ -7,7 +7,7 @@
 The GPUs of a host differ in speed. To compare precisions with each other, use one GPU.
 
 A card is a JSON file with the results of every precision that the machine has. It is a result file
-of `benchmarks.throughput` with more keys, so that `--report` shows it beside the other results:
+of `benchmarks.speed ways` with more keys, so that `benchmarks.speed report` shows it too:
 
     ways         speed of a training, and its share of the machine's `limits`
     losses       50 steps of a deterministic training, with its audit and its parity
@@ -40,8 +40,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import ROOT, command, environment_from_elsewhere, processor
-from benchmarks.throughput_run import Bench, Settings
-from benchmarks.ways.entries import CPU, GPU, Entry, ours
+from benchmarks.speed.bench import Bench, Settings
+from benchmarks.speed.libraries.entries import CPU, GPU, Entry, ours
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.files import hash_file, hash_of, write_json
@@ -66,7 +66,7 @@ STEPS = 50
 TIMEOUT = 300
 # Least memory, in bytes, of a GPU on which microbatches of 8 packs fit.
 LARGE = 120 * 2**30
-# Note in the card of a CPU, which `--report` prints.
+# Note in the card of a CPU, which `benchmarks.speed report` prints.
 CPU_NOTE = (
     "This is the card of a CPU: the model is tiny, and every low precision is emulated, so the "
     "speeds say nothing about a GPU."

@@ -66,7 +66,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import step_traces, throughput_packs
+from benchmarks import step_traces
 from benchmarks.machine import (
     LAUNCH,
     environment_from_elsewhere,
@@ -75,7 +75,8 @@ from benchmarks.machine import (
     run_to_its_end,
     start,
 )
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.speed import generated_packs
+from benchmarks.speed.shapes import SHAPES, Shape
 from benchmarks.starts import EARLY, timed_run
 from benchmarks.step_traces import TRACED
 from foundation.command import run_command
@@ -295,8 +296,8 @@ class Scaling:
         settings += self.changes
         whole_documents = self.model.whole_documents
         loaded = load_recipe(recipe, settings)
-        packs = throughput_packs.folder_of(loaded, steps, whole_documents=whole_documents)
-        settings += throughput_packs.make(packs, loaded, steps, whole_documents=whole_documents)
+        packs = generated_packs.folder_of(loaded, steps, whole_documents=whole_documents)
+        settings += generated_packs.make(packs, loaded, steps, whole_documents=whole_documents)
         return [str(recipe), *settings]
 
     def name_of(self, run: str) -> str:

@@ -43,7 +43,6 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks import throughput_packs
 from benchmarks.machine import (
     LAUNCH,
     ROOT,
@@ -51,6 +50,7 @@ from benchmarks.machine import (
     environment_from_elsewhere,
     measured_on,
 )
+from benchmarks.speed import generated_packs
 from foundation.command import run_command
 from foundation.errors import InputError
 from foundation.files import write_json
@@ -186,7 +186,7 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
     run_dir = folder / f"run_{time.monotonic_ns()}"
     settings = [
         *settings,
-        *throughput_packs.make(packs, recipe, arguments.steps),
+        *generated_packs.make(packs, recipe, arguments.steps),
         f"train.steps={arguments.steps}",
         "log.every=1",
         f"run_dir={run_dir}",

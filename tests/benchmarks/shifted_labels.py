@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.ways.hf_eager import obstacle
-from benchmarks.ways.task import Task, Way, hugging_face_loss
+from benchmarks.speed.libraries.hf_eager import obstacle
+from benchmarks.speed.libraries.task import Task, Way, hugging_face_loss
 from packing.batch import Microbatch
 
 __all__ = ["build", "obstacle"]

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from benchmarks.peers.__main__ import run, table
-from benchmarks.peers.task import QWEN3, task_of
-from benchmarks.peers.trainers import TRAINERS
+from benchmarks.machine import without_padding
+from benchmarks.speed.programs.measure import run, table
+from benchmarks.speed.programs.task import QWEN3, task_of
+from benchmarks.speed.programs.trainers import TRAINERS
+from tests.lab.made_runs import rows_of
 
 TASK = task_of(QWEN3, 5)
 BY_NAME = {trainer.name: trainer for trainer in TRAINERS}
@@ -55,5 +57,10 @@ def test_a_missing_package_and_a_model_are_named(tmp_path: Path) -> None:
     other_model = run(BY_NAME["torchtitan FP8"], task_of("Qwen2.5-7B", 5), arguments)
     assert missing["failed"] == "needs the package pyllmq"
     assert other_model["failed"] == "its models are Qwen3-1.7B here"
-    rows = {"llmq BF16": missing, "ours BF16": {"tokens_per_second": 47_388, "differs": ""}}
-    assert " 47,388 |" in table({"rows": rows}) and "pyllmq" in table({"rows": rows})
+    ours = {"tokens_per_second": 47_388, "differs": ""}
+    faster = {"tokens_per_second": 49_000, "differs": ""}
+    rows = {"llmq BF16": missing, "ours BF16": ours, "ours FP8 with the head": faster}
+    text = table({"rows": rows | {"ours BF16 without FlashAttention-4": ours}})
+    assert rows_of(without_padding(text))["ours"] == [["47,388", "–", "49,000", ""]]
+    assert "ours without FlashAttention-4" in text
+    assert text.endswith("\nllmq BF16: needs the package pyllmq")

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.forked_commands import forking
 
 
+@pytest.mark.nightly
 @pytest.mark.multi
 def test_the_lost_time_of_two_ranks_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

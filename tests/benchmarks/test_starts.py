@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.forked_commands import forking
 
 
+@pytest.mark.nightly
 def test_starts_and_the_cost_of_checks_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

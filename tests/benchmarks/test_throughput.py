@@ -12,17 +12,20 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import limits, shapes, throughput_packs, throughput_run
-from benchmarks.throughput_run import Bench, Settings
-from benchmarks.ways import hf_compiled, hf_eager, worker
-from benchmarks.ways.entries import CPU, MODELS, Entry
-from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
-from benchmarks.ways.task import Task
+from benchmarks.machine import without_padding
+from benchmarks.speed import bench, generated_packs, limits, shapes
+from benchmarks.speed.__main__ import tables
+from benchmarks.speed.bench import Bench, Settings
+from benchmarks.speed.libraries import hf_compiled, hf_eager, worker
+from benchmarks.speed.libraries.entries import CPU, MODELS, Entry
+from benchmarks.speed.libraries.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
+from benchmarks.speed.libraries.task import Task
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 from tests.forked_commands import forking
+from tests.lab.made_runs import rows_of
 
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
 BROKEN = Entry(
@@ -49,86 +52,63 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.chdir(ROOT)
         patch.setattr(Settings, "packs", recipe.parent / "packs")
         # Describe the environment in this process, which has imported torch and holds no GPU.
-        patch.setattr(
-            throughput_run, "environment_from_elsewhere", partial(describe_environment, {})
-        )
+        patch.setattr(bench, "environment_from_elsewhere", partial(describe_environment, {}))
         for key, value in (forking() | {"CUDA_VISIBLE_DEVICES": ""}).items():
             patch.setenv(key, value)
         settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, timeout=600)
         out = tmp_path_factory.mktemp("results") / "result.json"
-        Bench(settings, out, "a test", go_on=False).run([TINY["hf_eager"], TINY["fp32"], BROKEN])
+        Bench(settings, out, "a test").run([TINY["hf_eager"], TINY["fp32"], BROKEN])
         return json.loads(out.read_text())
 
 
 def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
+    """Differences of gradient norms grow from step to step, by rounding only."""
     launcher, eager = (measured["ways"][name] for name in ("fp32", "hf_eager"))
-    for way in (launcher, eager):
-        assert way["verdict"] == RIGHT
-        assert way["command"]
-    assert launcher["losses"] == pytest.approx(eager["losses"], abs=1e-3), (
-        "packs, initial weights and updates must be the same"
-    )
-    assert launcher["losses"][-1] < launcher["losses"][0] - 0.1, (
-        "the loss must fall, so that updates are compared too"
-    )
+    assert launcher["verdict"] == eager["verdict"] == RIGHT and eager["command"]
+    assert launcher["losses"] == pytest.approx(eager["losses"], abs=1e-3)
+    assert launcher["losses"][-1] < launcher["losses"][0] - 0.1, "updates are compared too"
     assert launcher["gradient_norms"][0] == pytest.approx(eager["gradient_norms"][0], rel=1e-4)
-    assert launcher["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), (
-        "differences grow from step to step by rounding only"
-    )
+    assert launcher["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2)
 
 
-def test_figures_are_medians_and_wrong_labels_are_judged_wrong(
-    measured: dict[str, Any],
-):
-    for way in (measured["ways"]["fp32"], measured["ways"]["hf_eager"]):
-        speeds = sorted(256 / (ms / 1e3) for ms in way["step_ms"][2:])
-        spread = way["tokens_per_second"]
-        assert len(way["step_ms"]) == 6
-        assert spread["median"] == pytest.approx((speeds[1] + speeds[2]) / 2)
-        assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
-        assert way["first_step_seconds"] == way["step_ms"][0] / 1e3
-        assert way["memory_gib"] > 0
+def test_figures_are_medians_and_wrong_labels_are_judged_wrong(measured: dict[str, Any]):
     way = measured["ways"]["fp32"]
+    speeds = sorted(256 / (ms / 1e3) for ms in way["step_ms"][2:])
+    spread = way["tokens_per_second"]
+    assert len(way["step_ms"]) == 6
+    assert spread["median"] == pytest.approx((speeds[1] + speeds[2]) / 2)
+    assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
+    assert way["first_step_seconds"] == way["step_ms"][0] / 1e3 and way["memory_gib"] > 0
     floor = measured["limits"]["floors"]["fp32"]
-    slow, fast = (256 / way["tokens_per_second"][extreme] for extreme in ("min", "max"))
+    slow, fast = (256 / spread[extreme] for extreme in ("min", "max"))
     assert floor / slow <= way["share_of_limit"] <= floor / fast
     broken = measured["ways"]["broken"]
-    assert broken["status"] == "ok"
-    assert broken["verdict"] == WRONG
-    assert broken["reasons"]
+    assert (broken["status"], broken["verdict"]) == ("ok", WRONG) and broken["reasons"]
 
 
 def test_a_way_that_breaks_down_is_recorded_with_its_error(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(ROOT)
-    bench = Bench(
-        Settings("tiny", recipe, CPU, 1, 1, timeout=600),
-        tmp_path / "out.json",
-        "a test",
-        go_on=False,
-    )
-    failed = bench.worker(["benchmarks.no_such_way"], {})
-    assert failed["status"] == "failed"
-    assert "No module named benchmarks.no_such_way" in failed["reason"]
-    hasty = Bench(
-        replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False
-    )
-    assert hasty.worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
+    settings = Settings("tiny", recipe, CPU, 1, 1, timeout=600)
+    failed = Bench(settings, tmp_path / "out.json", "a test").worker(["benchmarks.no_way"], {})
+    assert failed["status"] == "failed" and "No module named benchmarks.no_way" in failed["reason"]
+    hasty = Bench(replace(settings, timeout=0.01), tmp_path / "out.json", "a test")
+    limits_of = ["benchmarks.speed.limits", "--recipe", str(recipe)]
+    assert hasty.worker(limits_of, {})["status"] == "timeout"
 
 
-def test_the_whole_compiled_model_trains_what_the_eager_one_does(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    # Trace and differentiate the model as on a GPU, but do not compile it to C++, which takes a
-    # minute.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    throughput_packs.write(tmp_path / "packs", 64, 512, 8)
+@pytest.mark.nightly
+def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path):
+    """The model is traced and differentiated as on a GPU, but not compiled to C++."""
+    generated_packs.write(tmp_path / "packs", 64, 512, 8)
     packs = [f"data.packs={tmp_path / 'packs'}", "model.config.num_hidden_layers=1"]
     losses = []
-    for way in (hf_eager, hf_compiled):
-        task = Task(load_recipe(recipe, packs), torch.device("cpu"), "fp32")
-        losses.append(worker.train(way.build(task), task, 2, 2)["losses"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        for way in (hf_eager, hf_compiled):
+            task = Task(load_recipe(recipe, packs), torch.device("cpu"), "fp32")
+            losses.append(worker.train(way.build(task), task, 2, 2)["losses"])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
@@ -138,8 +118,6 @@ def run_of(losses: list[float], norms: list[float], **more: int) -> dict[str, An
 
 
 EAGER = run_of([12.34, 12.0, 11.5, 11.1], [4.5, 4.0, 3.7, 4.4])
-
-
 NEAR = run_of([12.37, 12.0, 11.5, 11.11], [3.8, 3.3, 3.1, 3.7])
 # A run that loses small updates in BF16.
 SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
@@ -182,21 +160,24 @@ def test_limits_with_scales_of_blocks_are_calls_that_torch_accepts(precision: st
     assert result.shape == (m, n) and result.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
-def test_settings_of_a_shape_are_ones_that_its_runs_take(name: str) -> None:
-    shape = shapes.SHAPES[name]
+def test_settings_of_a_shape_are_ones_that_its_runs_take() -> None:
     model = "qwen3_1_7b"
-    for entry in shape.entries(model, shapes.WAYS[1:]):
-        recipe = load_recipe(MODELS[model].recipe, [*shape.settings(65_536), *entry.overrides])
-        assert with_precision(recipe, {}).precision == entry.precision
-        assert "vocab_size" in recipe.model.config
+    for shape in shapes.SHAPES.values():
+        for entry in shape.entries(model, shapes.WAYS[1:]):
+            settings = [*shape.settings(65_536), *entry.overrides]
+            loaded = load_recipe(MODELS[model].recipe, settings)
+            assert with_precision(loaded, {}).precision == entry.precision
+            assert "vocab_size" in loaded.model.config
 
 
-def test_the_table_of_shapes_has_gains_over_bf16_and_spreads() -> None:
-    result = json.loads((ROOT / "benchmarks/results/speed/h200_shapes.json").read_text())
-    (row,) = [
-        line for line in shapes.table(result).splitlines() if line.startswith("| GPT-2 124M ")
-    ]
-    assert "510,839" in row
-    assert "1.02 x" in row
-    assert row.rstrip(" |").endswith("%")
+@pytest.mark.parametrize(
+    ("file", "row", "cell"),
+    [
+        ("h200_shapes", "GPT-2 124M", "1.02 x"),
+        ("h200_peers_30_november", "ours", "68,089"),
+        ("h200_throughput", "**ours, block**", "58.6 %"),
+    ],
+)
+def test_the_report_of_a_file_has_the_table_of_its_kind(file: str, row: str, cell: str) -> None:
+    rows = rows_of(without_padding(tables([ROOT / f"benchmarks/results/speed/{file}.json"])))
+    assert cell in rows[row][0]

@@ -21,9 +21,7 @@ from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = (ROOT / "docs/quick_start.md").read_text(encoding="utf-8")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/evidence/*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 OUTSIDE_OF_DOCS = [
     *(page for page in PAGES if not page.is_relative_to(ROOT / "docs")),
     ROOT / "benchmarks/results/INDEX.md",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import throughput_packs
+from benchmarks.speed import generated_packs
 from tests.conftest import ROOT
 
 # Packages of this project that most runs do not use.
@@ -16,7 +16,7 @@ UNUSED = ("datasets", "plotly", "transformer_engine", "wandb")
 
 def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
     packs = tmp_path / "packs"
-    throughput_packs.write(packs, 128, 512, 48)
+    generated_packs.write(packs, 128, 512, 48)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
     started = subprocess.run(

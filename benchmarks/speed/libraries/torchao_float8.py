@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ways.task import Task, Way, missing
+from benchmarks.speed.libraries.task import Task, Way, missing
 from packing.arrow import IGNORE
 from packing.batch import Microbatch
 from pretrain.model.huggingface import decoder_layers

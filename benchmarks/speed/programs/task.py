@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.speed.shapes import SHAPES, Shape
 from foundation.errors import InputError
 from pretrain.settings.config import load_recipe
 

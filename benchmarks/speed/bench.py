@@ -1,4 +1,4 @@
-"""Measure the ways of `benchmarks.throughput`: packs, limits, runs, and the result file."""
+"""Measure ways to train: packs, limits, runs, and the result file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks import throughput_packs
 from benchmarks.machine import (
     LAUNCH,
     device_and_torch,
@@ -25,8 +24,9 @@ from benchmarks.machine import (
     processor,
     run_to_its_end,
 )
-from benchmarks.ways.entries import BASELINE, Entry
-from benchmarks.ways.judge import TOLERANCES, UNKNOWN, judge
+from benchmarks.speed import generated_packs
+from benchmarks.speed.libraries.entries import BASELINE, Entry
+from benchmarks.speed.libraries.judge import TOLERANCES, UNKNOWN, judge
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_with_bases
@@ -73,14 +73,14 @@ class Settings:
     @property
     def packs(self) -> Path:
         """Return the folder of the packs."""
-        return throughput_packs.folder_of(
+        return generated_packs.folder_of(
             self.loaded, self.all_steps, whole_documents=self.whole_documents
         )
 
     @property
     def overrides(self) -> list[str]:
         """Return overrides of the recipe for every way: the packs and the number of steps."""
-        return [*throughput_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
+        return [*generated_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
 
     def record(self) -> dict[str, Any]:
         """Return the values that must be equal for results to be in one table."""
@@ -158,7 +158,7 @@ class Bench:
         self._make_packs()
         if not self.brief and self.result.get("limits", {}).get("status") != "ok":
             self.result["limits"] = self.worker(
-                ["benchmarks.limits", "--recipe", str(self.settings.recipe)], {}
+                ["benchmarks.speed.limits", "--recipe", str(self.settings.recipe)], {}
             )
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
         missing = [entry for entry in entries if entry.name not in self.result["ways"]]
@@ -168,7 +168,7 @@ class Bench:
     def _make_packs(self) -> None:
         """Write the packs if they are missing, and add their description to the result."""
         settings = self.settings
-        throughput_packs.make(
+        generated_packs.make(
             settings.packs,
             settings.loaded,
             settings.all_steps,
@@ -253,10 +253,8 @@ class Bench:
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]
-            measured = self.worker(
-                ["benchmarks.ways.worker", str(entry.module), *options, *settings.overrides],
-                environment,
-            )
+            worker = ["benchmarks.speed.libraries.worker", str(entry.module)]
+            measured = self.worker([*worker, *options, *settings.overrides], environment)
             measured |= {"microbatch": microbatch, "microbatches_that_did_not_fit": [*tried]}
             if measured["status"] != "out of memory" or microbatch == 1:
                 return measured

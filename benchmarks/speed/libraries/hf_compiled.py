@@ -6,7 +6,7 @@ import shutil
 
 import torch
 
-from benchmarks.ways.task import Task, Way, hugging_face_loss
+from benchmarks.speed.libraries.task import Task, Way, hugging_face_loss
 
 
 def obstacle(device: torch.device) -> str | None:

@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def floor(self) -> str:
-        """Return the name of this way's limit in the results of benchmarks.limits."""
+        """Return the name of this way's limit in the results of benchmarks.speed.limits."""
         if self.precision in ("fp32", "bf16", "mxfp8", "nvfp4"):
             return self.precision
         return (
@@ -66,7 +66,8 @@ class Model:
 def other(
     name: str, label: str, module: str, precision: str, weights: str, packs: int | None = None
 ) -> Entry:
-    return Entry(name, label, precision, weights, module=f"benchmarks.ways.{module}", packs=packs)
+    module = f"benchmarks.speed.libraries.{module}"
+    return Entry(name, label, precision, weights, module=module, packs=packs)
 
 
 def ours(variants: Mapping[str, str]) -> tuple[Entry, ...]:

@@ -1,9 +1,9 @@
 """Train one way in its own process, and print the result as one line of JSON.
 
-    python -m benchmarks.ways.worker benchmarks.ways.hf_eager \\
+    python -m benchmarks.speed.libraries.worker benchmarks.speed.libraries.hf_eager \\
         --recipe benchmarks/qwen3_1_7b.yaml --microbatch 8 --steps 11
 
-`benchmarks.throughput` starts this command. As in the launcher, a step is timed from the request
+`benchmarks.speed ways` starts this command. As in the launcher, a step is timed from the request
 for its data to the end of its update.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.ways.task import Builder, Task, Way
+from benchmarks.speed.libraries.task import Builder, Task, Way
 from packing.batch import Prefetch, StepBatches
 from pretrain.metrics.recorder import memory_figures
 from pretrain.optimizer import schedule
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "module", help="a module with `obstacle` and `build`, such as benchmarks.ways.hf_eager"
+        "module", help="module of `benchmarks.speed.libraries` with `obstacle` and `build`"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument("--recipe", type=Path, required=True)

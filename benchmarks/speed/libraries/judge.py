@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.ways.entries import Entry
+from benchmarks.speed.libraries.entries import Entry
 
 # Number of first steps whose gradient norms are compared.
 COMPARED = 4

@@ -1,6 +1,6 @@
 """Measure the limit of a machine for a model: the rate of each GEMM of the model.
 
-    python -m benchmarks.limits --recipe benchmarks/qwen3_1_7b.yaml
+    python -m benchmarks.speed.limits --recipe benchmarks/qwen3_1_7b.yaml
 
 The measured rates give the minimum time of a training step: the time of all its GEMMs, each at its
 measured rate. Attention, norms, the optimizer and idle time count as zero. No trainer can be

@@ -1,8 +1,7 @@
 """Measure other trainers as their own programs, beside this project, on one GPU.
 
-    bash benchmarks/peers/measure.sh PEERS FILE.json
-    python -m benchmarks.peers --model Qwen2.5-3B --trainers "ours BF16" llmq --out FILE.json
-    python -m benchmarks.peers --report FILE.json
+    make speed-table
+    python -m benchmarks.speed programs --model Qwen2.5-3B --trainers "ours BF16" llmq --out FILE
 
 All trainers compute the same model on sequences that are one document each, with random tokens, in
 steps of the same number of tokens. Each uses its own data path, optimizer and kernels, in the best
@@ -10,8 +9,8 @@ settings that are known to run here. The table names the differences that remain
 no variable-length attention need the same time for short documents, because they attend to all
 documents of a sequence.
 
-The first command installs the packages of each trainer, whose versions `benchmarks/peers/packages/`
-pins, into a folder of its own such as `PEERS/torchtitan`. It then runs this module with `--packages
+The first command starts `measure.sh`. It installs the packages of each trainer, whose versions
+`packages/` pins, into a folder of its own such as `PEERS/torchtitan`, and measures with `--packages
 PEERS`. Packages that the folder does not have are those of this interpreter.
 
 If a microbatch does not fit, it is halved. A trainer that fails is recorded with the end of its
@@ -33,11 +32,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import throughput_packs
 from benchmarks.machine import command, environment_from_elsewhere, measured_on, run_to_its_end
-from benchmarks.peers.task import QWEN3, WARM_UP, Task, shape_of, task_of
-from benchmarks.peers.trainers import TRAINERS, Trainer
-from foundation.command import run_command
+from benchmarks.speed import generated_packs
+from benchmarks.speed.programs.task import QWEN3, WARM_UP, Task, shape_of, task_of
+from benchmarks.speed.programs.trainers import TRAINERS, Trainer
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.units import markdown
@@ -46,34 +44,25 @@ from pretrain.settings.config import load_recipe
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 # Characters of a failed run's output that are recorded.
 LAST_OUTPUT = 4000
+# Columns of the table, in tokens/s.
+COLUMNS = ("BF16", "FP8", "FP8 with the head")
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--model", default=QWEN3, help=f"model; default: {QWEN3}")
     parser.add_argument("--trainers", nargs="*", help="names of trainers or rows; default: all")
     parser.add_argument("--packages", type=Path, help="folder with the packages of the trainers")
     parser.add_argument("--tokens", type=int, help="tokens of a step; default: the recipe's")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run; default: 12")
     parser.add_argument("--timeout", type=float, default=280, help="maximum seconds of a run")
-    parser.add_argument("--out", type=Path, help="result file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="print the table of a result")
-    arguments = parser.parse_args()
-    if arguments.report:
-        print(table(json.loads(arguments.report.read_text())))
-        return
-    if not arguments.out:
-        parser.error("set --out FILE for the result")
-    if arguments.steps <= WARM_UP:
-        parser.error(f"--steps: the first {WARM_UP} steps are not timed; set more")
-    measure(arguments)
+    parser.add_argument("--out", type=Path, required=True, help="result file")
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the requested trainers that the result file does not have."""
+    if arguments.steps <= WARM_UP:
+        raise InputError(f"--steps: the first {WARM_UP} steps are not timed; set more")
     task = task_of(arguments.model, arguments.steps, arguments.tokens)
     if task.name == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -118,7 +107,7 @@ def run(trainer: Trainer, task: Task, arguments: argparse.Namespace) -> dict[str
             write_json(folder / "task.json", asdict(task))
             if trainer.program == "ours":
                 recipe = load_recipe(Path(shape_of(task.name).recipe))
-                throughput_packs.make(folder / "packs", recipe, task.steps, whole_documents=True)
+                generated_packs.make(folder / "packs", recipe, task.steps, whole_documents=True)
             status, output = run_to_its_end(
                 trainer.command(task, microbatch, folder), arguments.timeout, environment
             )
@@ -148,14 +137,21 @@ def has_module(name: str, paths: list[str]) -> bool:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table of a result in Markdown."""
-    rows = []
+    """Return the table of a result in Markdown: a row for each trainer, and its speeds.
+
+    The reasons of trainers that failed follow.
+    """
+    rows: dict[str, list[str]] = {}
+    failed = []
     for name, row in result["rows"].items():
-        speed = row.get("tokens_per_second")
-        note = row["differs"] if speed else row["failed"]
-        rows.append([name, note, f"{speed:,}" if speed else "–", str(row.get("microbatch", "–"))])
-    return markdown(["trainer", "differs from ours", "tokens/s", "microbatch"], rows, names=2)
-
-
-if __name__ == "__main__":
-    run_command(main)
+        program, precision, option = re.fullmatch(r"(.*) (BF16|FP8)(.*)", name).groups()
+        column = COLUMNS.index(precision + option) if precision + option in COLUMNS else 0
+        label = program if precision + option in COLUMNS else f"{program}{option}"
+        cells = rows.setdefault(label, [*["–"] * len(COLUMNS), row["differs"]])
+        if "tokens_per_second" in row:
+            cells[column] = f"{row['tokens_per_second']:,}"
+        else:
+            failed.append(f"{name}: {row['failed']}")
+    header = ["trainer", *COLUMNS, "differs from ours"]
+    text = markdown(header, [[label, *cells] for label, cells in rows.items()])
+    return "\n".join([text, "", *failed]).strip()

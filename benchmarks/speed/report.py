@@ -1,16 +1,16 @@
-"""Show result files of `benchmarks.throughput` as Markdown tables."""
+"""Read result files, and show those of `benchmarks.speed ways` as Markdown tables."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
+from benchmarks.speed.libraries.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.units import markdown, or_dash
 
@@ -18,11 +18,6 @@ PAGE_WIDTH = 100
 # Texts in the table by verdict.
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
 Way = Mapping[str, Any]
-
-
-def tables(files: Sequence[Path]) -> str:
-    """Return a table for each file. Raises InputError for a file that cannot be used."""
-    return "\n\n".join(section(read(file), str(file)) for file in files)
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -33,7 +28,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read a result file. Raises InputError if it is missing or no way in it has run."""
+    """Read a result file. Raises InputError if it is missing or has no results."""
     try:
         result = json.loads(file.read_text())
     except OSError as error:
@@ -44,7 +39,8 @@ def read(file: Path) -> dict[str, Any]:
         raise InputError(
             f"{file}: is not JSON ({error}); measure again, with --out {file}"
         ) from None
-    if not any(way["status"] == "ok" for way in result.get("ways", {}).values()):
+    ways = result.get("ways", {})
+    if not (any(way["status"] == "ok" for way in ways.values()) or {"rows", "shapes"} & {*result}):
         raise InputError(f"{file}: no way in it has run; measure again, with --out {file}")
     return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.ways.task import Task, Way, missing
+from benchmarks.speed.libraries.task import Task, Way, missing
 from packing.batch import Microbatch
 
 

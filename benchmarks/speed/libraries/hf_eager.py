@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.ways.task import Task, Way, hugging_face_loss
+from benchmarks.speed.libraries.task import Task, Way, hugging_face_loss
 
 
 def obstacle(device: torch.device) -> str | None:

@@ -1,13 +1,12 @@
 """Measure the speed of several model shapes on one GPU: BF16, FP8, and FP8 with the head in FP8.
 
-    python -m benchmarks.shapes --out FILE.json
-    python -m benchmarks.shapes --out FILE.json --shapes "Qwen3 1.83B" --ways hf_eager
-    python -m benchmarks.shapes --report benchmarks/results/speed/h200_shapes.json
+    python -m benchmarks.speed shapes --out FILE.json
+    python -m benchmarks.speed shapes --out FILE.json --shapes "Qwen3 1.83B" --ways hf_eager
 
 Each model is built from its shape with random weights, which do not affect the speed, and trains on
-the packs of `benchmarks.throughput_packs`. Microbatches have 32,768 tokens. Everything except the
-model and the tokens per step is as in `benchmarks.throughput`. Llama-3.1-8B uses one document of
-8,192 tokens at a time, with moments in BF16. The shapes of long contexts, 32k and 128k, use one
+the packs of `generated_packs.py`. Microbatches have 32,768 tokens. Everything except the model and
+the tokens per step is as in `benchmarks.speed ways`. Llama-3.1-8B uses one document of 8,192 tokens
+at a time, with moments in BF16. The shapes of long contexts, 32k and 128k, use one
 document of 32,768 or 131,072 tokens at a time. Mixtures of experts have the number of layers that
 fits into memory with exact weights. On Hopper, their experts are in FP8 with gradients in E4M3 too.
 
@@ -18,7 +17,7 @@ compile and capture CUDA graphs, and are not timed. The result is the median of 
 the table shows the spread of these steps. `hf_eager` is plain transformers. If it is requested, the
 other ways are compared with it.
 
-`--report` prints the table. `--tiny` runs everything with a small model on a CPU.
+`--tiny` runs everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +34,8 @@ from typing import Any
 import yaml
 
 from benchmarks.machine import command, environment_from_elsewhere, processor
-from benchmarks.throughput_run import Bench, Settings
-from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS, Entry
-from foundation.command import run_command
+from benchmarks.speed.bench import Bench, Settings
+from benchmarks.speed.libraries.entries import BASELINE, CPU, GPU, MODELS, Entry
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.units import TERA, markdown, percent
@@ -85,7 +82,7 @@ class Shape:
         return entries
 
     def settings(self, tokens: int) -> list[str]:
-        """Return overrides of `benchmarks.throughput`'s recipe, for steps with `tokens` tokens."""
+        """Return overrides of the recipe of `ways`, for steps with `tokens` tokens."""
         recipe = load_recipe(Path(self.recipe))
         length = self.length or recipe.data.length
         config = self.config or recipe.model.config
@@ -233,20 +230,8 @@ SHAPES = {
 }
 
 
-def main() -> None:
-    """Run the command."""
-    arguments = parse_arguments()
-    if arguments.report:
-        print(table(json.loads(arguments.report.read_text())))
-    else:
-        measure(arguments)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add(
         "--shapes",
@@ -265,12 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=65_536, help="tokens per step; default: 65536")
     add("--timeout", type=float, default=150, help="maximum seconds of one way")
     add("--tiny", action="store_true", help="dry run with a small model on the CPU")
-    add("--out", type=Path, help="result file; other results in it stay")
-    add("--report", type=Path, metavar="FILE", help="print the table of a result file")
-    arguments = parser.parse_args()
-    if not (arguments.report or arguments.out):
-        parser.error("set --out FILE for the result")
-    return arguments
+    add("--out", type=Path, required=True, help="result file; other results in it stay")
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -297,7 +277,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def measure_shape(
     shape: Shape, earlier: Mapping[str, Any], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure the ways of a shape like `benchmarks.throughput`, and add their MFU.
+    """Measure the ways of a shape like `benchmarks.speed ways`, and add their MFU.
 
     If the `earlier` result has the same recipe, its ways that are not measured again are kept.
     """
@@ -401,7 +381,3 @@ def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
     figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, mfu, memory]
     spread = percent(max(spreads)) if spreads else "–"
     return [name, f"{shape['length']:,}", trained, *figures, spread]
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

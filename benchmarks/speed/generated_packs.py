@@ -1,6 +1,6 @@
 """Write packs for speed measurements from a seed, without corpus and tokenizer.
 
-    python -m benchmarks.throughput_packs --recipe benchmarks/qwen3_1_7b.yaml --packs 352 \\
+    python -m benchmarks.speed.generated_packs --recipe benchmarks/qwen3_1_7b.yaml --packs 352 \\
         --out packs/zipf
 
 The packs are the same on every machine. Documents have log-normal lengths like those of an

@@ -1,46 +1,29 @@
 """Compare ways to train a model: each in its own process, on the same packs, from the same weights.
 
-    python -m benchmarks.throughput --out FILE.json
-    python -m benchmarks.throughput --model llama_8b --out FILE.json
-    python -m benchmarks.throughput --report benchmarks/results/speed/h200_throughput.json
+    python -m benchmarks.speed ways --out FILE.json
+    python -m benchmarks.speed ways --model llama_8b --out FILE.json
 
 A way is a trainer with its settings. Complete steps are measured, including data. The limit of the
 machine is measured in the same run, so that every speed is also a share of the possible speed. The
 losses and gradient norms of each way are compared with those of plain Hugging Face
-(benchmarks.ways.judge). A way that fails is recorded with its error. The file is written after
-every way, and `--continue` adds the missing ones. `--report` prints result files as Markdown
-tables. `--tiny` runs everything with a small model on a CPU.
+(`libraries/judge.py`). A way that fails is recorded with its error. The file is written after every
+way, and `--continue` adds the missing ones. `--tiny` runs everything with a small model on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from benchmarks import throughput_report
 from benchmarks.machine import command
-from benchmarks.throughput_run import Bench, Settings
-from benchmarks.ways.entries import BASELINE, MODELS
-from foundation.command import run_command
+from benchmarks.speed.bench import Bench, Settings
+from benchmarks.speed.libraries.entries import BASELINE, MODELS
 from foundation.errors import InputError
 
 
-def main() -> None:
-    """Run the command."""
-    arguments = parse_arguments()
-    if arguments.report:
-        print(throughput_report.tables(arguments.report))
-    else:
-        measure(arguments)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     what = parser.add_argument_group("what to measure")
     what.add_argument("--model", choices=MODELS, default="qwen3_1_7b", help="default: %(default)s")
     what.add_argument(
@@ -65,25 +48,15 @@ def parse_arguments() -> argparse.Namespace:
         help="keep the results that --out already has",
     )
     how.add_argument("--out", type=Path, help="the result file")
-    show = parser.add_argument_group("showing results")
-    show.add_argument(
-        "--report",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="result files to make tables from",
-    )
-    arguments = parser.parse_args()
-    if not (arguments.report or arguments.out or arguments.list):
-        parser.error("set --out FILE for the result")
-    return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the requested ways, the baseline first.
 
-    Raises InputError for a way that the model does not have.
+    Raises InputError for a way that the model does not have, and without --out.
     """
+    if not (arguments.out or arguments.list):
+        raise InputError("set --out FILE for the result")
     if arguments.tiny:
         arguments.model = "tiny"
     model = MODELS[arguments.model]
@@ -123,12 +96,8 @@ def check_device(arguments: argparse.Namespace) -> None:
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    # Imported late, because --list and --report do not need it.
+    # Imported late, because --list does not need it.
     import torch
 
     if not torch.cuda.is_available():
         raise InputError("there is no CUDA device; use --tiny for a dry run on the CPU")
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

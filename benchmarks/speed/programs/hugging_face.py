@@ -1,7 +1,7 @@
 """Train with Hugging Face's Trainer (BF16), or with Accelerate's FP8 on torchao.
 
-    python -m benchmarks.peers.hugging_face bf16 TASK.json MICROBATCH
-    python -m benchmarks.peers.hugging_face fp8 TASK.json MICROBATCH
+    python -m benchmarks.speed.programs.hugging_face bf16 TASK.json MICROBATCH
+    python -m benchmarks.speed.programs.hugging_face fp8 TASK.json MICROBATCH
 
 The model has Liger's kernels, its layers are compiled, and its weights and moments are in FP32, as
 axolotl and LLaMA-Factory train. Every step prints a line of JSON with its seconds and its loss.
@@ -29,7 +29,7 @@ from transformers import (
     default_data_collator,
 )
 
-from benchmarks.peers.task import Task
+from benchmarks.speed.programs.task import Task
 
 ON_GPU = torch.cuda.is_available()
 

@@ -1,7 +1,7 @@
 """Train with llmq (package pyllmq), by the calls of its own training script.
 
-    python benchmarks/peers/llmq_training.py bf16 TASK.json MICROBATCH
-    python benchmarks/peers/llmq_training.py e4m3 TASK.json MICROBATCH
+    python benchmarks/speed/programs/llmq_training.py bf16 TASK.json MICROBATCH
+    python benchmarks/speed/programs/llmq_training.py e4m3 TASK.json MICROBATCH
 
 llmq has Qwen2's layers only, without norms of queries and keys. Its master weights, moments and
 gradients are in BF16, with stochastic rounding, as in its published table. Every step prints a line

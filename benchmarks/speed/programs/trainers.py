@@ -1,4 +1,4 @@
-"""The trainers of `benchmarks.peers`: their commands, and the seconds of their steps.
+"""The trainers of `benchmarks.speed programs`: their commands, and the seconds of their steps.
 
 A command runs in a folder of its own, with `task.json` in it. Its step times are lines of JSON with
 `seconds`, or lines that the trainer logs, or records in our metrics.jsonl.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.peers.task import QWEN3, Task, shape_of
+from benchmarks.speed.programs.task import QWEN3, Task, shape_of
 from pretrain.metrics.run_record import kind, read_metrics
 
 # A function of the task, the sequences of a microbatch, and the folder of the run.
@@ -103,7 +103,7 @@ def hugging_face(precision: str) -> Command:
     """Return the command of Hugging Face's trainers."""
 
     def command(task: Task, microbatch: int, folder: Path) -> list[str]:
-        module = "benchmarks.peers.hugging_face"
+        module = "benchmarks.speed.programs.hugging_face"
         return [sys.executable, "-m", module, precision, str(folder / "task.json"), str(microbatch)]
 
     return command
@@ -124,7 +124,7 @@ def torchtitan(*more: str) -> Command:
 
     def command(task: Task, microbatch: int, folder: Path) -> list[str]:
         options = {
-            "experimental.custom_import": "benchmarks.peers.torchtitan_data",
+            "experimental.custom_import": "benchmarks.speed.programs.torchtitan_data",
             "model.name": "qwen3_benchmark",
             "model.flavor": "1.7B",
             "training.seq_len": task.length,

@@ -1,1 +1,0 @@
-"""Other trainers, measured as their own programs (`python -m benchmarks.peers`)."""

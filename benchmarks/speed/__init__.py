@@ -1,0 +1,1 @@
+"""Speed of trainers on one GPU (`python -m benchmarks.speed`)."""

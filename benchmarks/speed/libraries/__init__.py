@@ -1,0 +1,1 @@
+"""Libraries of other trainers in our training loop (`python -m benchmarks.speed ways`)."""

@@ -1,0 +1,1 @@
+"""Other trainers as their own programs (`python -m benchmarks.speed programs`)."""
