@@ -10,20 +10,16 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from packing.arrow import Pack
 from pretrain.model import attention
-from pretrain.model import huggingface as model
-from pretrain.model.configuration import load_config
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.gemm import GemmEngine, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
@@ -33,29 +29,9 @@ from pretrain.precision.settings import (
     LowPrecisionSettings,
     configured,
 )
-from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain import small_models
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
-VOCABULARY = 61
-_SHAPES = {
-    "qwen3": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    | {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
-    "qwen3_moe": {"initializer_range": 0.2},
-    "gpt2": {
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "attn_pdrop": 0.0,
-        "initializer_range": 0.2,
-    },
-}
 
 
 def active_in(precision: str, engine: str = "emulation", **fp8_config: Any) -> ActivePrecision:
@@ -126,91 +102,22 @@ def accelerator() -> Iterator[Accelerator]:
 
 @pytest.fixture
 def build_model() -> Callable[..., PackedLanguageModel]:
-    def build(
-        kind: str = "qwen3",
-        *,
-        weights: torch.dtype = torch.float32,
-        cast_to: torch.dtype | None = None,
-        seed: int = 1,
-        backend: str = "packed_sdpa",
-        recompute: str | int = "none",
-        **changes: object,
-    ) -> PackedLanguageModel:
-        config = {"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES.get(kind, {}), **changes}
-        settings = ModelSettings(config=config, gradient_checkpointing=recompute)
-        options = {
-            "weights": weights,
-            "seed": seed,
-            "device": torch.device("cpu"),
-            "backend": backend,
-        }
-        packed = PackedLanguageModel(
-            model.build(settings, load_config(settings), **options),
-            backend,
-            LossSettings(chunk=16),
-        )
-        wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
-        return packed
-
-    return build
+    return small_models.build_model
 
 
 @pytest.fixture
 def plain_copy() -> Callable[[PackedLanguageModel], PreTrainedModel]:
-    """Return a function that copies a model's weights into a plain transformers model.
-
-    The copy has eager attention and is in evaluation mode.
-    """
-
-    def copy(packed: PackedLanguageModel) -> PreTrainedModel:
-        plain = AutoModelForCausalLM.from_config(packed.hf.config, attn_implementation="eager")
-        plain.load_state_dict(packed.hf.state_dict())
-        return plain.eval()
-
-    return copy
+    return small_models.plain_copy
 
 
 @pytest.fixture(scope="session")
 def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
-    """Return a function that computes the mean next-token loss of the documents of packs.
-
-    The plain model processes one document at a time.
-    """
-
-    def loss(plain: PreTrainedModel, packs: Sequence[Pack]) -> Tensor:
-        losses = []
-        for pack in packs:
-            pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[
-                : len(pack.lengths)
-            ]
-            for ids in (torch.from_numpy(piece)[None] for piece in pieces if len(piece) > 1):
-                logits = plain(input_ids=ids).logits[0, :-1]
-                losses.append(
-                    torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-                )
-        return torch.cat(losses).mean() if losses else torch.zeros(())
-
-    return loss
+    return small_models.plain_loss
 
 
 @pytest.fixture(scope="session")
 def random_packs() -> Callable[..., list[Pack]]:
-    """Return a function that makes packs of random tokens with documents of the given lengths.
-
-    The rest of `length` is padding.
-    """
-
-    def make(lengths: Sequence[Sequence[int]], length: int, seed: int = 0) -> list[Pack]:
-        rng = np.random.default_rng(seed)
-        return [
-            Pack(
-                rng.integers(VOCABULARY, size=length).astype(np.uint32),
-                np.array(document_lengths, dtype=np.int32),
-            )
-            for document_lengths in lengths
-        ]
-
-    return make
+    return small_models.random_packs
 
 
 def attention_of(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,27 @@ from tests.forked_commands import forking
 def start(folder: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
     """Start `python -m pretrain train` on the CPU in the repository's root folder."""
     command = [sys.executable, "-m", "pretrain", "train", str(write_recipe(recipe, folder))]
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=forking() | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    environment = forking() | {"ACCELERATE_USE_CPU": "true"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, **pipes)
+
+
+def start_endless(folder: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    """Start a training without an end, and return after its first step."""
+    endless = recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
+    process = start(folder, endless, *arguments)
+    metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in the repository's root folder."""
+    env = forking() | environment
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
     )
 
 
@@ -68,16 +83,10 @@ def test_a_mistake_that_two_processes_find_is_one_message(
 def test_accelerate_launch_ends_with_the_message_of_one_rank(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    options = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
     recipe = str(write_recipe(small_recipe, tmp_path))
-    done = subprocess.run(
-        [*launch, *options, "train_accelerate.py", recipe, "model.config.num_attention_heads=3"],
-        cwd=ROOT,
-        env=forking() | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-    )
+    script = ["train_accelerate.py", recipe, "model.config.num_attention_heads=3"]
+    done = run(*launch, "--num_processes", "2", *script, ACCELERATE_USE_CPU="true")
     assert done.returncode == 1
     assert done.stderr.count("`num_attention_heads: 3`") == 1
     message, border = done.stderr.rstrip("\n").splitlines()[-2:]
@@ -91,28 +100,18 @@ def test_a_signal_lets_the_training_save_and_is_the_exit_status(
     several: bool, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     processes = ["--config=ddp", "--processes=2"] if several else []
-    recipe = small_recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
-    process = start(tmp_path, recipe, "checkpoint.every=null", *processes)
-    metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
-    while not metrics.exists() or not metrics.read_text():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    process = start_endless(tmp_path, small_recipe, "checkpoint.every=null", *processes)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "stopped by SIGTERM" in out + err
     assert "Traceback" not in err
-    assert len(list((Path(recipe["run_dir"]) / "checkpoints").glob("step-*"))) == 1
+    assert len(list((Path(small_recipe["run_dir"]) / "checkpoints").glob("step-*"))) == 1
 
 
 @pytest.mark.multi
 def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    recipe = small_recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
-    process = start(tmp_path, recipe, "--config=ddp", "--processes=2")
-    metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
-    while not metrics.exists() or not metrics.read_text():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    process = start_endless(tmp_path, small_recipe, "--config=ddp", "--processes=2")
     # The launcher has started this process. The rank forked for it ends with it.
     next(
         rank
@@ -162,13 +161,8 @@ def test_a_configuration_with_hosts_of_mpirun_is_refused(
     hosts = f"mpirun_config: {{mpirun_hostfile: {tmp_path}/hosts, mpirun_ccl: '1'}}\n"
     (tmp_path / "mpi.yaml").write_text(f"{cpu}num_processes: 2\n{hosts}")
     recipe = str(write_recipe(small_recipe, tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "pretrain", "train", recipe, f"--config={tmp_path}/mpi.yaml"],
-        cwd=ROOT,
-        env=forking() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    command = ("-m", "pretrain", "train", recipe, f"--config={tmp_path}/mpi.yaml")
+    done = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 2, done.stderr
     assert "because of `distributed_type: NO`, `distributed_type: MULTI_CPU`" in done.stderr
 
@@ -177,13 +171,8 @@ def test_an_fp8_launch_is_planned_without_an_fp8_library(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = str(write_recipe(small_recipe, tmp_path))
-    command = [sys.executable, "-m", "pretrain", "train", recipe, "--config=fp8_delayed"]
-    planned, refused = (
-        subprocess.run(
-            [*command, *options], cwd=ROOT, env=forking(), capture_output=True, text=True
-        )
-        for options in (["--plan"], [])
-    )
+    command = ("-m", "pretrain", "train", recipe, "--config=fp8_delayed")
+    planned, refused = run(*command, "--plan"), run(*command)
     assert planned.returncode == 0, planned.stderr
     assert "delayed compute, emulated" in planned.stdout
     assert "`precision: delayed` needs a GPU of compute capability 8.9" in planned.stdout
@@ -264,51 +253,64 @@ def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> Non
     assert find_configuration(str(file)) == file
 
 
-def test_a_configuration_that_accelerate_refuses_is_one_message(
-    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(write_recipe(small_recipe, tmp_path))
-    (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
-    ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
-    (tmp_path / "two.yaml").write_text(f"{ddp}num_machines: 2\n")
-    (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
-    (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restore the handlers of signals, which the launcher sets."""
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
-    for config, words in {
-        "nowhere": "one of these",
-        str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
-        str(tmp_path / "two.yaml"): "`main_process_port: 0` is another free port on each machine",
-        str(tmp_path / "deepspeed.yaml"): "is not supported; to shard the model, choose",
-        str(tmp_path / "yes.yaml"): "yes.yaml: accelerate does not accept this configuration",
-    }.items():
-        assert main(["train", recipe, "--config", config]) == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ")
-        assert words in message
-        assert message.count("\n") == 1
+    yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
+DDP = (ROOT / "accelerate_configs/ddp.yaml").read_text()
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "one of these"),
+        ("compute_environment: LOCAL_MACHINE\n", "`distributed_type` must be specified"),
+        (f"{DDP}num_machines: 2\n", "`main_process_port: 0` is another free port"),
+        ("distributed_type: DEEPSPEED\n", "is not supported; to shard the model, choose"),
+        (
+            "distributed_type: 'NO'\nmixed_precision: yes\n",
+            "own.yaml: accelerate does not accept this configuration",
+        ),
+    ],
+)
+def test_a_configuration_that_is_refused_is_one_message(
+    content: str | None,
+    words: str,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "own.yaml"
+    if content:
+        file.write_text(content)
+    assert main(["train", str(write_recipe(small_recipe, tmp_path)), "--config", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and words in message and message.count("\n") == 1
+
+
+@pytest.mark.usefixtures("signals")
 def test_mixed_precision_no_needs_no_quotation_marks(
     small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training itself is replaced, as it would end this process."""
     started: list[str] = []
-    monkeypatch.setattr(
-        launcher,
-        "_train_here",
-        lambda command, environment: started.append(environment["ACCELERATE_MIXED_PRECISION"]),
-    )
+
+    def train(command: list[str], environment: dict[str, str]) -> None:
+        started.append(environment["ACCELERATE_MIXED_PRECISION"])
+
+    monkeypatch.setattr(launcher, "_train_here", train)
     recipe = str(write_recipe(small_recipe, tmp_path))
-    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
     for value in ("no", "'no'", "bf16"):
         text = f"distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: {value}\n"
         (tmp_path / "own.yaml").write_text(text)
         assert main(["train", recipe, "--config", str(tmp_path / "own.yaml")]) == 0
     assert started == ["no", "no", "bf16"]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def test_the_options_of_the_script_are_passed_on() -> None:

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
 from pretrain.model import attention
 from pretrain.model.attention import Case
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta, check_architecture
 from pretrain.precision import transformer_engine
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.small_models import build_model
 
+NIGHTLY = pytest.mark.nightly
 VOCABULARY, LENGTH = 61, 24
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LONGROPE = {
@@ -40,30 +40,9 @@ LONGROPE = {
 }
 
 
-def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
-    """Return model inputs for packs of documents of these lengths.
-
-    The rest of a pack is one more document. `spare` entries at the end of cu_seqlens repeat the
-    last.
-    """
-    filled = list(
-        itertools.chain.from_iterable(
-            [*pack, LENGTH - sum(pack)] if sum(pack) < LENGTH else pack for pack in lengths
-        )
-    )
-    ends = list(itertools.accumulate(filled))
-    cu_seqlens = torch.tensor([0, *ends, *[ends[-1]] * spare], dtype=torch.int32)
-    return {
-        "position_ids": torch.cat([torch.arange(n) for n in filled])[None],
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": LENGTH,
-        "use_cache": False,
-    }
-
-
-@pytest.mark.parametrize("name", ["packed_sdpa", "packed_fa4"])
+@pytest.mark.parametrize("name", [pytest.param("packed_sdpa", marks=NIGHTLY), "packed_fa4"])
 def test_layers_compile_once_for_any_number_of_documents(
-    name: str, flash_attention_4_on_a_cpu: SimpleNamespace, build_model: Callable
+    name: str, flash_attention_4_on_a_cpu: SimpleNamespace
 ) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend  # The import takes half a second.
 
@@ -76,8 +55,14 @@ def test_layers_compile_once_for_any_number_of_documents(
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
 
     compiled = []
-    for lengths, spare in [([[9, 15]], 2), ([[5, 4, 3, 8]], 7), ([[24]], 3), ([[1] * 24], 1)]:
-        inputs = packed(lengths, spare)
+    for lengths, spare in [([9, 15], 2), ([5, 4, 3, 8, 4], 7), ([24], 3), ([1] * 24, 1)]:
+        ends = list(itertools.accumulate([0, *lengths]))
+        inputs = {
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+            "cu_seqlens": torch.tensor([*ends, *[LENGTH] * spare], dtype=torch.int32),
+            "max_seqlen": LENGTH,
+            "use_cache": False,
+        }
         torch._dynamo.mark_dynamic(inputs["cu_seqlens"], 0)
         ids = torch.randint(VOCABULARY, (1, LENGTH))
         logits, expected = (
@@ -219,12 +204,6 @@ def test_each_document_has_the_attention_of_this_document_alone(
 # ── Choice of a backend ────────────────────────────────────────────────────────────────
 
 
-def test_auto_takes_packed_documents_on_a_cpu() -> None:
-    assert (
-        attention.choose("auto", Case("cpu", 64, torch.bfloat16), 300.0).name == "packed_documents"
-    )
-
-
 def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,51 +233,71 @@ def chosen(
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     mean_length: float = 4096.0,
+    device: str = "cuda",
 ) -> str:
     """Check and choose a backend as a run does. Return the name without its prefix."""
-    case = Case("cuda", dim, dtype)
+    case = Case(device, dim, dtype)
     if refusal := attention.refusal_of(requested, case):
         raise InputError(refusal)
     choice = attention.choose(requested, case, mean_length)
     return choice.name.removeprefix("packed_")
 
 
-def test_auto_takes_the_fastest_supported_backend_on_an_h200(
+def without_flash_attention() -> None:
+    importlib.import_module("flash_attention_that_is_not_there")
+
+
+BLACKWELL = (torch.cuda, "get_device_capability", lambda: (10, 0))
+NO_FLASH = (attention, "_flash", without_flash_attention)
+DETERMINISTIC = (torch, "are_deterministic_algorithms_enabled", lambda: True)
+NO_TE = (transformer_engine, "missing", lambda: "a package")
+SHORT = {"mean_length": 300.0}
+
+
+@pytest.mark.parametrize(
+    ("machine", "request_and_model", "expected"),
+    [
+        *(([], {"dim": dim}, "fa4") for dim in (64, 128, 136, 192, 248, 256)),
+        ([], {"dtype": torch.float32}, "sdpa"),
+        *(([NO_FLASH], {"dim": dim}, "cudnn") for dim in (64, 128)),
+        *(([NO_FLASH], {"dim": dim}, "varlen") for dim in (32, 96, 136, 256)),
+        ([NO_FLASH], {"requested": "flash_attn"}, r"model.attention: flash_attn.*flash-attn-4"),
+        ([NO_FLASH, DETERMINISTIC], {}, "varlen"),
+        ([DETERMINISTIC], {"requested": "cudnn"}, "model.attention: cudnn.*deterministic: false"),
+        ([NO_FLASH, NO_TE], {}, "varlen"),
+        ([NO_TE], {"requested": "cudnn"}, "model.attention: cudnn.*needs Transformer Engine"),
+        # Our kernels, where they were measured.
+        ([], {"dim": 64} | SHORT, "triton"),
+        *(([], {"dim": dim} | SHORT, "fa4") for dim in (96, 128)),
+        ([], {"dim": 32} | SHORT, "varlen"),
+        ([], {"dim": 64, "mean_length": 1000.0}, "fa4"),
+        ([], {"dim": 64, "dtype": torch.float32} | SHORT, "sdpa"),
+        ([BLACKWELL], {"dim": 64} | SHORT, "fa4"),
+        *(([], {"requested": "triton", "dim": dim}, "triton") for dim in (16, 32, 64)),
+        ([], {"requested": "triton", "dim": 100}, "attention: triton.*heads of 16, 32 or 64"),
+        ([], {"device": "cpu", "dim": 64} | SHORT, "documents"),
+    ],
+)
+def test_the_fastest_supported_backend_is_chosen(
+    machine: list[tuple],
+    request_and_model: dict[str, Any],
+    expected: str,
     on_an_h200: pytest.MonkeyPatch,
 ) -> None:
-    assert {chosen(dim=dim) for dim in (64, 128, 136, 192, 248, 256)} == {"fa4"}
-    assert chosen(dtype=torch.float32) == "sdpa"
-    on_an_h200.setattr(
-        attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there")
-    )
-    assert {chosen(dim=dim) for dim in (64, 128)} == {"cudnn"}
+    """A choice that is refused has a message with the expected words."""
+    for change in machine:
+        on_an_h200.setattr(*change)
+    if ":" not in expected:
+        assert chosen(**request_and_model) == expected
+        return
+    with pytest.raises(InputError, match=expected):
+        chosen(**request_and_model)
+
+
+def test_the_reason_of_a_choice_names_the_missing_package(on_an_h200: pytest.MonkeyPatch) -> None:
+    on_an_h200.setattr(*NO_FLASH)
     choice = attention.choose("auto", Case("cuda", 128, torch.bfloat16), 4096.0)
     assert "; flash_attn needs the package flash-attn-4 (pip install -r " in choice.reason
-    assert {chosen(dim=dim) for dim in (32, 96, 136, 256)} == {"varlen"}
-    with pytest.raises(InputError, match=r"model.attention: flash_attn"):
-        chosen("flash_attn")
-    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert chosen() == "varlen"
-    with pytest.raises(InputError, match=r"model.attention: cudnn.*deterministic: false"):
-        chosen("cudnn")
-    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    on_an_h200.setattr(transformer_engine, "missing", lambda: "a package")
-    assert chosen() == "varlen"
-    with pytest.raises(InputError, match=r"model.attention: cudnn.*needs Transformer Engine"):
-        chosen("cudnn")
-
-
-def test_auto_takes_our_kernels_where_they_were_measured(on_an_h200: pytest.MonkeyPatch) -> None:
-    assert chosen(dim=64, mean_length=300.0) == "triton"
-    assert {chosen(dim=dim, mean_length=300.0) for dim in (96, 128)} == {"fa4"}
-    assert chosen(dim=32, mean_length=300.0) == "varlen"
-    assert chosen(dim=64, mean_length=1000.0) == "fa4"
-    assert chosen(dim=64, dtype=torch.float32, mean_length=300.0) == "sdpa"
-    assert {chosen("triton", dim=dim) for dim in (16, 32, 64)} == {"triton"}
-    with pytest.raises(InputError, match=r"model.attention: triton.*heads of 16, 32 or 64"):
-        chosen("triton", dim=100)
-    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert chosen(dim=64, mean_length=300.0) == "fa4"
 
 
 def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
@@ -325,22 +324,13 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
     """
     query_heads, kv_heads = heads
     tokens = 40
-    generator = torch.Generator().manual_seed(0)
     ends = torch.tensor([0, 1, 17, 40, 40, 40], dtype=torch.int32)
-    q, k, v = (
-        torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64)
-        for n in (query_heads, kv_heads, kv_heads)
-    )
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v = (random(tokens, n, 16) for n in (query_heads, kv_heads, kv_heads))
     d_output = {
-        "contiguous": torch.randn(
-            tokens, query_heads, 16, generator=generator, dtype=torch.float64
-        ),
-        "transposed": torch.randn(
-            query_heads, 16, tokens, generator=generator, dtype=torch.float64
-        ).permute(2, 0, 1),
-        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(
-            tokens, query_heads, 16
-        ),
+        "contiguous": random(tokens, query_heads, 16),
+        "transposed": random(query_heads, 16, tokens).permute(2, 0, 1),
+        "expanded": random(1, 1, 1).expand(tokens, query_heads, 16),
     }[kind]
     output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
@@ -349,9 +339,8 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
     monkeypatch.setattr(attention, "LONG", tokens * query_heads // kv_heads // 5 - 1)
     expected = attention.flash_backward_in_parts(*states)
     group = query_heads // kv_heads
-    assert [part.shape for part in parts[1:]] == [
-        (tokens, kv_heads, group, 16) if group > 1 else k.shape
-    ] * 2
+    shape = (tokens, kv_heads, group, 16) if group > 1 else k.shape
+    assert [part.shape for part in parts[1:]] == [shape] * 2
     for gradients in (summed, [part.sum(2) if part.dim() == 4 else part for part in parts]):
         for gradient, reference in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-12)
@@ -360,40 +349,44 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
 
 # ── Rejected architectures ─────────────────────────────────────────────────────────────
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1}
+SLIDING = SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+MOE = SMALL | HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
 
 @pytest.mark.parametrize(
-    ("model_type", "sizes", "message"),
+    ("model_type", "config", "words"),
     [
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.1}, "attn_pdrop 0.1"),
+        ("gpt2", GPT2 | {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention registry"),
-        (
-            "mamba",
-            {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
-            "attention registry|other than attention",
-        ),
-        (
-            "gemma2",
-            SMALL | HEADS | {"head_dim": 8, "sliding_window": 64},
-            "Gemma2.* caps its scores",
-        ),
-        (
-            "gpt_oss",
-            SMALL | HEADS | {"head_dim": 8, "sliding_window": 64},
-            "attention sinks .*sinks",
-        ),
+        ("mamba", SIZES | {"state_size": 4}, "attention registry|other than attention"),
+        ("gemma2", SLIDING, "Gemma2.* caps its scores"),
+        ("gpt_oss", SLIDING, "attention sinks .*sinks"),
         ("deepseek_v3", SMALL | HEADS | {"num_key_value_heads": 4}, "latent keys.*kernels"),
         ("qwen3_next", SMALL | HEADS, "linear_attention.*kernels that reset their state"),
         ("granitemoehybrid", SMALL | HEADS | {"mamba_n_heads": 2}, "linear_attention.*kernels"),
-        ("llama4_text", SMALL | HEADS, "Llama4ForCausalLM"),
         ("phi3", SMALL | HEADS | LONGROPE, "longrope.*`data.length`"),
+        ("llama4_text", SMALL | HEADS, "has modules besides the base model .*: model;"),
+        (
+            "modernbert-decoder",
+            {"vocab_size": 50_368},
+            "has modules besides the base model .*: lm_head;",
+        ),
+        # Sizes of grouped products, and numbers of experts.
+        ("qwen3_moe", MOE | {"moe_intermediate_size": 20}, "multiples of 8"),
+        ("qwen3_moe", MOE | {"hidden_size": 36}, "multiples of 8"),
+        ("qwen3_moe", MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok: 5.*set .* 1 to 4"),
+        ("qwen3_moe", MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok: 0.* 4 experts"),
+        # Models that change their logits.
+        ("gemma2", SLIDING | {"attn_logit_softcapping": None}, "final_logit_softcapping"),
+        ("cohere", SMALL | HEADS, "logit_scale: 0.0625"),
+        ("granite", SMALL | HEADS | {"logits_scaling": 8.0}, "logits_scaling: 8.0"),
     ],
 )
-def test_architectures_without_packed_attention_are_rejected(
-    model_type: str, sizes: dict, message: str
+def test_an_unsupported_architecture_is_rejected(
+    model_type: str, config: dict[str, Any], words: str
 ) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes))
-        )
-    with pytest.raises(InputError, match=message):
-        attention.check(model, LENGTH)
+    settings = ModelSettings(config={"vocab_size": 61, "model_type": model_type} | config)
+    with pytest.raises(InputError, match=words):
+        check_architecture(build_on_meta(load_config(settings)), LENGTH, LossSettings())

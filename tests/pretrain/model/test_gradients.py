@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ from pretrain.optimizer.adamw import (
 )
 from pretrain.settings.recipe import OptimizerSettings
 from tests.pretrain.optimizer.test_exact_adamw import master
+from tests.pretrain.small_models import build_model, random_packs
 from tests.pretrain.verify.small_runs import step_of
 from tests.ranks import in_ranks
 
@@ -100,14 +101,10 @@ def sums(model: nn.Module) -> dict[str, Tensor]:
 def test_gradients_are_summed_in_the_dtype_of_the_main_gradient(
     seeds: list[int], weights: torch.dtype, main: torch.dtype
 ) -> None:
-    model = Small(tied=False).to(weights)
-    plain = Small(tied=False).to(weights)
+    model, plain = (Small(tied=False).to(weights) for _ in range(2))
     attach_main_gradients(model, main)
-    expected = {
-        name: torch.zeros(p.shape, dtype=main)
-        for name, p in plain.named_parameters()
-        if name != "table.weight"
-    }
+    expected = {name: torch.zeros(p.shape, dtype=main) for name, p in plain.named_parameters()}
+    del expected["table.weight"]
     for seed in seeds:
         backward(model, seed)
         plain.zero_grad()
@@ -125,8 +122,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_main_gradient(
 @pytest.mark.parametrize("tied", [True, False])
 def test_repeated_rows_of_a_bf16_table_are_summed_in_fp32(tied: bool) -> None:
     """The gradient of a tied head is added in FP32 too."""
-    model = Small(tied=tied).to(BF16)
-    exact = Small(tied=tied).to(BF16)
+    model, exact = (Small(tied=tied).to(BF16) for _ in range(2))
     attach_main_gradients(model, FP32)
     rows: list[Tensor] = []
     exact.table.register_forward_hook(
@@ -172,9 +168,7 @@ class Branching(nn.Module):
         torch.manual_seed(0)
         self.table = nn.Embedding(5, 8)
         self.up = nn.Linear(8, 8)
-        self.frozen = nn.Linear(8, 8)
-        self.left = nn.Linear(8, 8)
-        self.right = nn.Linear(8, 8)
+        self.frozen, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
         self.frozen.requires_grad_(False)
 
     def both(self, x: Tensor) -> Tensor:
@@ -226,12 +220,7 @@ def step(
 
 @pytest.mark.parametrize(
     ("takes", "main"),
-    [
-        (("left", "left"), FP32),
-        (("left", "left"), BF16),
-        (("left", "right"), FP32),
-        (("both", "both"), FP32),
-    ],
+    [(("left", "left"), BF16), (("left", "right"), FP32), (("both", "both"), FP32)],
 )
 def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: torch.dtype) -> None:
     """The ranks may reach different parameters.
@@ -246,11 +235,10 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
     for seed in range(4):
         branch(alone, seed, takes[seed % 2])
     sums, reached = first
-    assert reached == [
-        name for name, p in alone.named_parameters() if p.requires_grad and was_reached(p)
-    ]
+    trained = {name: p for name, p in alone.named_parameters() if p.requires_grad}
+    assert reached == [name for name, parameter in trained.items() if was_reached(parameter)]
     for name, total in sums.items():
-        expected = gradient_of(alone.get_parameter(name))
+        expected = gradient_of(trained[name])
         error = (torch.tensor(total) - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error < (1e-6 if main == FP32 else 2**-7), name
 
@@ -294,32 +282,31 @@ def trajectory(
     return [*figures, *(master(adamw, parameter) for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("microbatches", [1, 5])
+MOE = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+MOE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "microbatches"),
+    [
+        ("qwen3", {}, 5),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, 1),
+        ("qwen3_moe", MOE, 5),
+    ],
+)
 def test_exact_bf16_weights_train_as_fp32_weights_bit_for_bit(
     kind: str,
+    changes: dict[str, Any],
     microbatches: int,
     accelerator: Accelerator,
-    build_model: Callable,
-    random_packs: Callable,
 ) -> None:
-    moe = {
-        "hidden_size": 16,
-        "moe_intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 1,
-    }
-    changes = {"qwen3": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "qwen3_moe": moe}[kind]
     fp32 = build_model(kind, cast_to=BF16, **changes)
     exact = build_model(kind, **changes)
     for model in (fp32, exact):
         model.hf.get_output_embeddings().chunk = 16
-    steps = [
-        step_of(random_packs([[5, 11], [16]] * microbatches, LENGTH, seed), 2) for seed in range(4)
-    ]
+    documents = [[5, 11], [16]] * microbatches
+    steps = [step_of(random_packs(documents, LENGTH, seed), 2) for seed in range(4)]
     expected = trajectory(fp32.train(), steps, accelerator, False)
     figures = trajectory(exact.train(), steps, accelerator, True)
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,8 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCAB
 
 # Numbers of documents in the packs of a microbatch. `cu_seqlens` has 16 or 32 entries.
 STEPS = [[3, 20, 4], [3, 4, 20], [20, 3, 20]]
+# GiB that stay free on a device with 80 GiB.
+RESERVE = 80 * SPARE
 
 
 class Recorded(TorchDispatchMode):
@@ -145,6 +146,11 @@ def trained(
     return results + [gradient_of(parameter).clone() for parameter in packed.parameters()]
 
 
+def assert_equal(actual: list[Any], expected: list[Any]) -> None:
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
+
+
 @pytest.mark.parametrize(
     ("kind", "penalty"), [("gpt2", None), ("qwen3", None), ("qwen3", "non_max_sum")]
 )
@@ -160,8 +166,7 @@ def test_steps_with_graphs_equal_other_steps_bit_for_bit(
     forward_backward(packed, batches_of([3], 0), accelerator)
     graphs = make_graphs("on", pytest.fail)
     actual = trained(packed, accelerator, graphs.compute)
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
+    assert_equal(actual, expected)
     assert len(graphs.captured) == 4, "one graph for first microbatches, and for each length"
     assert sum(graph.runs for graph, *_ in graphs.captured.values()) == 9
 
@@ -203,54 +208,44 @@ def test_dropped_graphs_and_weights_are_made_again(
         product.plain.forget()
         assert product.plain.weight is None
     actual += trained(packed, accelerator, graphs.compute)
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
+    assert_equal(actual, expected)
     assert len(graphs.captured) == 4
     assert len(reports) == 2, "the memory is measured again"
 
 
 @pytest.mark.parametrize(
-    ("spare", "expected"),
+    ("status", "free", "expected"),
     [
-        (4.5, "on: 4.5 GiB are available, and the activations of a second microbatch take 4.0"),
-        (3.5, "off: 3.5 GiB are available, and the activations of a second microbatch take 4.0"),
-        (-2.0, "off: 0 MiB are available"),
+        ("auto", 4.5 + RESERVE, "on: 4.5 GiB are available, and the activations of a second"),
+        ("auto", 3.5 + RESERVE, "off: 3.5 GiB are available, and the activations of a second"),
+        ("auto", RESERVE - 2.0, "off: 0 MiB are available"),
+        ("on", 4.0, "on"),
+        ("on", 3.0, "impossible in this run: 3.0 GiB are available, and"),
     ],
 )
-def test_auto_uses_graphs_if_memory_stays_free(
+def test_graphs_need_memory_for_a_second_microbatch(
     make_graphs: Callable[..., MicrobatchGraphs],
-    spare: float,
+    status: str,
+    free: float,
     expected: str,
     accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A tenth of the memory stays free. A CPU has no peak of allocations, so it is replaced."""
+    """With `auto`, a tenth of the memory stays free. A CPU has no peak, so it is replaced."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * GIB)
-    free = int((spare + 80 * SPARE) * GIB)
     reports: list[str] = []
-    graphs = make_graphs("auto", reports.append, free=free)
+    graphs = make_graphs(status, reports.append, free=int(free * GIB))
     packed = assemble("gpt2")
+    if expected.startswith("impossible"):
+        with pytest.raises(InputError, match=re.escape(expected)):
+            forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
+        return
     for seed in range(2):
         forward_backward(packed, batches_of([3], seed), accelerator, compute=graphs.compute)
-    assert reports == [graphs.status]
+    assert reports == ([graphs.status] if status == "auto" else [])
     assert graphs.status.startswith(expected)
     assert len(graphs.captured) == expected.startswith("on")
-
-
-def test_on_needs_memory_for_a_second_microbatch_only(
-    make_graphs: Callable[..., MicrobatchGraphs],
-    accelerator: Accelerator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 * GIB)
-    packed = assemble("gpt2")
-    graphs = make_graphs("on", pytest.fail, free=4 * GIB)
-    forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
-    assert graphs.captured
-    full = make_graphs("on", pytest.fail, free=3 * GIB)
-    with pytest.raises(InputError, match=r"impossible in this run: 3\.0 GiB are available, and"):
-        forward_backward(packed, batches_of([3], 0), accelerator, compute=full.compute)
 
 
 def test_without_a_capture_auto_continues_and_on_stops(
@@ -299,21 +294,16 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    settings = ["precision=bf16", "model.fused=on", "model.attention=sdpa", "train.steps=6"]
+    settings += ["loss.penalty=neg_entropy", "loss.penalty_weight=0.1"]
+    compared = re.compile("step$|.*loss|penalty|grad_norm")
+
     def figures(name: str) -> list[dict[str, Any]]:
-        finished = train_here(
-            f"run_dir={tmp_path / name}",
-            "precision=bf16",
-            "model.fused=on",
-            "model.attention=sdpa",
-            "loss.penalty=neg_entropy",
-            "loss.penalty_weight=0.1",
-        )
+        finished = train_here(f"run_dir={tmp_path / name}", *settings)
         assert finished.status == 0, finished.output
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        compared = re.compile("step$|.*loss|penalty|grad_norm")
         return [
-            {key: value for key, value in json.loads(line).items() if compared.match(key)}
-            for line in lines
+            {key: value for key, value in record.items() if compared.match(key)}
+            for record in finished.records()
         ]
 
     expected = figures("plain")
@@ -329,5 +319,5 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
 
     monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
     assert figures("graphs") == expected
-    # The first two of 12 steps are observed. A step has four microbatches.
-    assert sum(graph.runs for graph in graphs) == 40
+    # The first two of 6 steps are observed. A step has four microbatches.
+    assert sum(graph.runs for graph in graphs) == 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
@@ -29,7 +29,9 @@ from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.small_models import build_model, plain_copy, plain_loss, random_packs
 
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 CPU = torch.device("cpu")
 LENGTH = 32
 SMALL = {
@@ -84,6 +86,11 @@ def build_from(folder: Path, config: dict[str, object] | None = None) -> PreTrai
     )
 
 
+def change_weights(folder: Path, change: Change) -> None:
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("backend", ["packed_sdpa", "packed_documents"])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -91,10 +98,6 @@ def test_packed_loss_and_gradients_equal_those_of_separate_documents(
     name: str,
     backend: str,
     fused: bool,
-    build_model: Callable,
-    plain_copy: Callable,
-    plain_loss: Callable,
-    random_packs: Callable,
 ) -> None:
     sizes = {} if name == "gpt2" else SMALL
     packed = build_model(backend=backend, **sizes | VARIANTS[name]).train()
@@ -117,9 +120,7 @@ def test_packed_loss_and_gradients_equal_those_of_separate_documents(
         torch.testing.assert_close(gradient, reference.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients(
-    build_model: Callable, random_packs: Callable
-) -> None:
+def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients() -> None:
     """The error of torch's own kernel would be 25 % after 4,096 rows."""
     microbatch = build_microbatch(random_packs([[16]] * 256, 16), mask_boundaries=True)
     gradients = []
@@ -134,11 +135,9 @@ def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients(
         assert (rounded[name] - exact[name]).norm() < 0.03 * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.nightly), torch.bfloat16])
 def test_layers_with_layer_norms_compile_once(
     dtype: torch.dtype | None,
-    build_model: Callable,
-    random_packs: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After eight variants of a layer, torch.compile would fail."""
@@ -185,10 +184,6 @@ microbatches = st.lists(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_step_equals_one_plain_batch_for_any_microbatches(
     accelerator: Accelerator,
-    build_model: Callable,
-    plain_copy: Callable,
-    plain_loss: Callable,
-    random_packs: Callable,
     drawn: list[list[list[int]]],
 ) -> None:
     parts = [random_packs(lengths, SHORT, seed) for seed, lengths in enumerate(drawn)]
@@ -217,51 +212,42 @@ def test_a_step_equals_one_plain_batch_for_any_microbatches(
 # ── Sources ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"model_type": "qwen3", **SMALL, "head_dim": 8}, torch.bfloat16),
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}, torch.float32),
+    ],
+)
 def test_under_fsdp2_only_the_first_rank_loads_weights(
-    kind: str, kept: torch.dtype, tmp_path: Path
+    changes: dict[str, Any], kept: torch.dtype, tmp_path: Path
 ) -> None:
-    changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
-        kind
-    ]
-    settings = ModelSettings(
-        config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes
-    )
+    settings = ModelSettings(config=changes | {"vocab_size": 61, "tie_word_embeddings": True})
     torch.manual_seed(3)
     drawn = AutoModelForCausalLM.from_config(load_config(settings))
     drawn.generation_config.temperature = 0.5
     drawn.generation_config.do_sample = True
     drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
     settings = ModelSettings(source=str(tmp_path / "model"))
+    config = load_config(settings)
     options = {"seed": 7, "backend": "packed_sdpa"}
-    expected = model.build(settings, load_config(settings), weights=kept, device=CPU, **options)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    expected = model.build(settings, config, weights=kept, device=CPU, **options)
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    first = SimpleNamespace(is_main_process=True, device=CPU)
+    dtypes = {"value_dtype": kept, "parameter_dtype": torch.bfloat16}
     try:
-        first = SimpleNamespace(is_main_process=True, device=CPU)
-        hf, values = model.build_on_first_rank(
-            settings,
-            load_config(settings),
-            first,
-            value_dtype=kept,
-            parameter_dtype=torch.bfloat16,
-            **options,
-        )
+        hf, values = model.build_on_first_rank(settings, config, first, **dtypes, **options)
     finally:
         torch.distributed.destroy_process_group()
-    assert (
-        list(values) == list(dict(hf.named_parameters())) == list(dict(expected.named_parameters()))
-    )
-    for name, parameter in hf.named_parameters():
+    parameters = dict(hf.named_parameters())
+    assert list(values) == list(parameters) == list(dict(expected.named_parameters()))
+    for name, parameter in parameters.items():
         assert parameter.is_meta and parameter.dtype == torch.bfloat16 and parameter.requires_grad
-        assert parameter.shape == values[name].shape and torch.equal(
-            values[name], expected.get_parameter(name)
-        ), name
-    assert all(
-        torch.equal(buffer, expected.get_buffer(name)) for name, buffer in hf.named_buffers()
-    )
+        assert parameter.shape == values[name].shape
+        assert torch.equal(values[name], expected.get_parameter(name)), name
+    for name, buffer in hf.named_buffers():
+        assert torch.equal(buffer, expected.get_buffer(name))
     assert hf.generation_config.to_dict() == expected.generation_config.to_dict()
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
@@ -279,33 +265,10 @@ def test_default_tokens_beyond_the_vocabulary_are_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_a_key_that_only_the_layers_read_is_accepted(
-    kind: str,
-) -> None:
+def test_a_key_that_only_the_layers_read_has_an_effect(kind: str) -> None:
     config = load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
-    assert (
-        model.decoder_layers(model.build_on_meta(config))[
-            "model.layers.0"
-        ].self_attn.q_proj.out_features
-        == 4 * 24
-    )
-    with pytest.raises(InputError, match=r"`model\.config\.head_dmi: .* no such key"):
-        load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
-
-
-@pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
-    key: str,
-) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}: .* no such key"):
-        load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
-
-
-def test_a_common_name_of_a_key_is_accepted() -> None:
-    assert (
-        load_config(ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})).n_layer
-        == 3
-    )
+    layer = model.decoder_layers(model.build_on_meta(config))["model.layers.0"]
+    assert layer.self_attn.q_proj.out_features == 4 * 24
 
 
 def test_keys_set_over_a_source_also_change_derived_keys(tmp_path: Path) -> None:
@@ -321,23 +284,17 @@ def test_keys_set_over_a_source_also_change_derived_keys(tmp_path: Path) -> None
     def load(**config: object) -> PretrainedConfig:
         return load_config(ModelSettings(source=str(tmp_path), config=config))
 
+    default = {"rope_type": "default", "rope_theta": 2e6}
     assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
     for _ in range(2):
         assert len(load(num_hidden_layers=1).layer_types) == 1
-        assert (
-            load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"]
-            == 1e6
-        )
-        assert load(rope_theta=5e6).rope_parameters["rope_theta"] == 5e6
-        assert (
-            load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters[
-                "rope_theta"
-            ]
-            == 2e6
-        )
+        for theta, change in (
+            (1e6, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+            (5e6, {"rope_theta": 5e6}),
+            (2e6, {"rope_parameters": default}),
+        ):
+            assert load(**change).rope_parameters["rope_theta"] == theta
         load().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="model_type: llama"):
-        load(model_type="llama")
 
 
 # Architecture, values in the source's config.json, and the key that is set over them.
@@ -432,108 +389,108 @@ def test_keys_of_other_programs_do_not_change_a_configuration(kind: str, tmp_pat
     assert {key: read[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [("gpt_neox", "rotary_pct", 0.5), ("gpt_neox", "rotary_emb_base", 5e3)],
-)
-def test_a_key_of_older_files_is_accepted_or_rejected(
-    kind: str, key: str, value: float, tmp_path: Path
-) -> None:
-    expected = AutoConfig.for_model(kind, **{key: value}).rope_parameters
-    assert (
-        load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters
-        == expected
-    )
-    AutoConfig.for_model(kind, rotary_pct=1.0).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}: .*no effect.*`rope_parameters`"):
-        load_config(ModelSettings(source=str(tmp_path), config={key: value}))
+# Qwen2.5's file has a sliding window that is off.
+UNUSED_WINDOW = SMALL | {"sliding_window": 8, "use_sliding_window": False}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 64}
+PARTLY_LINEAR = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+SLIDING = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "value"),
+    ("kind", "config", "expected"),
     [
-        ("gemma3_text", "_sliding_window_pattern", 2),
-        ("gemma3_text", "sliding_window_patern", 2),
-        ("gpt_neox", "rope_theta", 5e5),
-        ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
-        ("llama", "temperature", 0.5),
-        ("llama", "attn_implementation", "eager"),
-        # Only classifiers and image encoders in the same file read these.
-        ("gpt2", "hidden_dropout", 0.3),
-        ("gemma3_text", "layer_norm_eps", 1e-3),
-        ("gemma4_text", "hidden_act", "gelu"),
+        ("gpt2", {"num_hidden_layers": 3}, {"n_layer": 3}),
+        ("qwen2", UNUSED_WINDOW, {}),
+        # A value of null means that it is derived from other keys.
+        ("llama", {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None}, {}),
+        ("llama", {"rope_scaling": LLAMA3}, {}),
+        ("llama", {"rope_parameters": PARTLY_LINEAR | {"rope_theta": 1e4}}, {}),
+        ("phi", {"partial_rotary_factor": 0.25}, {}),
+        ("gemma3_text", {"rope_parameters": SLIDING | {"full_attention": PARTLY_LINEAR}}, {}),
+        # Keys of older files.
+        (
+            "gpt_neox",
+            {"rotary_pct": 0.5},
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+        (
+            "gpt_neox",
+            {"rotary_emb_base": 5e3},
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e3,
+                    "partial_rotary_factor": 0.25,
+                }
+            },
+        ),
     ],
 )
-def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}.*no such key") as error:
-        load_config(ModelSettings(config={"model_type": kind, key: value}))
+def test_a_key_with_an_effect_is_accepted(
+    kind: str, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    loaded = load_config(ModelSettings(config=config | {"model_type": kind}))
+    assert {key: getattr(loaded, key) for key in expected} == expected
+
+
+NO_KEY = r"`model\.config\.{}.*no such key"
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "config", "words"),
+    [
+        (None, "qwen3_moe", {"head_dmi": 24}, NO_KEY),
+        (None, "llama", {"gradient_checkpointing": True}, NO_KEY),
+        (None, "llama", {"text_config": True}, NO_KEY),
+        (None, "gemma3_text", {"_sliding_window_pattern": 2}, NO_KEY),
+        (None, "gemma3_text", {"sliding_window_patern": 2}, NO_KEY),
+        (None, "gpt_neox", {"rope_theta": 5e5}, NO_KEY),
+        (None, "gpt2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, NO_KEY),
+        (None, "llama", {"temperature": 0.5}, NO_KEY),
+        (None, "llama", {"attn_implementation": "eager"}, NO_KEY),
+        # Only classifiers and image encoders in the same file read these.
+        (None, "gpt2", {"hidden_dropout": 0.3}, NO_KEY),
+        (None, "gemma3_text", {"layer_norm_eps": 1e-3}, NO_KEY),
+        (None, "gemma4_text", {"hidden_act": "gelu"}, NO_KEY),
+        (None, "llama", {"rope_scaling": {"factor": 8.0}}, r"`factor: 8\.0` has .*`rope_type`"),
+        (None, "llama", {"rope_parameters": {"factor": 8.0}}, r"`factor: 8\.0` .*`rope_type`"),
+        (None, "qwen3_moe", {"router_aux_loss_coef": 0.1}, "output_router_logits: true"),
+        (None, "gpt2", {"n_inner": 0}, "`model.config.{}: 0` is below 1"),
+        (None, "gpt2", {"n_layer": 0}, "`model.config.{}: 0` is below 1"),
+        (None, "opt", {"ffn_dim": 0}, "`model.config.{}: 0` is below 1"),
+        (None, "llama", {"head_dim": 0}, "`model.config.{}: 0` is below 1"),
+        (UNUSED_WINDOW, "qwen2", {"sliding_window": 16}, "`model.config.{}: 16` has no effect"),
+        ({"rotary_pct": 1.0}, "gpt_neox", {"rotary_pct": 0.5}, "{}: .*no .*`rope_parameters`"),
+        (
+            {"rotary_pct": 1.0},
+            "gpt_neox",
+            {"rotary_emb_base": 5e3},
+            "{}: .*no effect.*`rope_parameters`",
+        ),
+        (SMALL, "qwen2", {"model_type": "llama"}, "model_type: llama"),
+    ],
+)
+def test_a_key_without_effect_is_rejected(
+    stored: dict | None, kind: str, config: dict, words: str, tmp_path: Path
+) -> None:
+    """With `stored` values, the key is set over a source."""
+    settings = {"config": {"model_type": kind} | config}
+    if stored is not None:
+        AutoConfig.for_model(kind, **stored).save_pretrained(tmp_path)
+        settings = {"source": str(tmp_path), "config": config}
+    with pytest.raises(InputError, match=words.format(*config)) as error:
+        load_config(ModelSettings(**settings))
     assert "`_" not in str(error.value).partition("did you mean")[2]
 
 
-def test_a_factor_without_a_type_of_rotation_is_rejected() -> None:
-    for key in ("rope_scaling", "rope_parameters"):
-        config = {"model_type": "llama", key: {"factor": 8.0}}
-        with pytest.raises(InputError, match=r"`factor: 8\.0` has no effect .*`rope_type`"):
-            load_config(ModelSettings(config=config))
-
-
-def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
-    llama3 |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 64}
-    linear = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
-    sliding = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
-    for kind, config in (
-        ("llama", {"rope_scaling": llama3}),
-        ("llama", {"rope_parameters": linear | {"rope_theta": 1e4}}),
-        ("phi", {"partial_rotary_factor": 0.25}),
-        ("gemma3_text", {"rope_parameters": sliding | {"full_attention": linear}}),
-    ):
-        load_config(ModelSettings(config=config | {"model_type": kind}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("llama4_text", "has modules besides the base model .*: model;"),
-        ("modernbert-decoder", "has modules besides the base model .*: lm_head;"),
-    ],
-)
-def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None:
-    config = load_config(ModelSettings(config={"model_type": kind, "num_hidden_layers": 4}))
-    with pytest.raises(InputError, match=message):
-        model.check_architecture(model.build_on_meta(config), LENGTH, LossSettings())
-
-
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [("gpt2", "n_inner"), ("gpt2", "n_layer"), ("opt", "ffn_dim"), ("llama", "head_dim")],
-)
-def test_a_size_of_zero_is_rejected(kind: str, key: str) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}: 0` is below 1"):
-        load_config(ModelSettings(config={"model_type": kind, key: 0}))
-
-
-def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
-    """Qwen2.5's file has a sliding window that is off.
-
-    A value of null means that it is derived from other keys.
-    """
-    published = SMALL | {"sliding_window": 8, "use_sliding_window": False}
-    load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
-    AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"`model\.config\.sliding_window: 16` has no effect"):
-        load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
-    for kind, key in (
-        ("llama", "head_dim"),
-        ("llama", "num_key_value_heads"),
-        ("llama", "rope_scaling"),
-    ):
-        load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
-
-
-def test_untrained_parameters_stay_untrained_from_a_source(
-    build_model: Callable, tmp_path: Path
-) -> None:
+def test_untrained_parameters_stay_untrained_from_a_source(tmp_path: Path) -> None:
     built = build_model(
         "ernie4_5_moe",
         **SMALL,
@@ -552,123 +509,99 @@ def test_untrained_parameters_stay_untrained_from_a_source(
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def prefixed(prefix: str) -> Change:
+    return lambda weights: {f"{prefix}{name}": weight for name, weight in weights.items()}
+
+
+def unchanged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return weights
+
+
+# The configuration with which a source is written, the change of its weights, changes of the
+# configuration with which it is read, and words of the message.
+SOURCES: list[tuple[dict[str, Any], Change, dict[str, Any], str]] = [
+    (
+        {},
+        lambda weights: weights | {"model.norm.weight": torch.full((32,), torch.nan)},
+        {},
+        r"model\.norm\.weight contains NaN",
+    ),
+    (
+        {"tie_word_embeddings": True},
+        lambda weights: weights | {"lm_head.weight": torch.zeros(61, 32)},
+        {},
+        "tie_word_embeddings: false",
+    ),
+    (
+        {},
+        lambda weights: weights | {"score.weight": torch.ones(2, 32)},
+        {},
+        r"no place in the model \(score\.weight\)",
+    ),
+    (
+        {},
+        lambda weights: {key: weights[key] for key in weights if "1.mlp.up_proj" not in key},
+        {},
+        r" 1 of .*layers\.1\.mlp\.up_proj",
+    ),
+    *(
         (
-            lambda weights: weights["model.norm.weight"].fill_(math.nan),
-            r"model\.norm\.weight contains NaN",
-        ),
-        (
-            lambda weights: weights.update({"lm_head.weight": torch.zeros(61, 32)}),
-            "tie_word_embeddings: false",
-        ),
-    ],
-)
-def test_nan_weights_and_untied_heads_are_rejected(
-    change: Callable, message: str, build_model: Callable, tmp_path: Path
-) -> None:
-    build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    change(weights)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
-        build_from(tmp_path)
+            {},
+            prefixed(prefix),
+            {},
+            rf"\(lm_head\.weight\).*\({prefix}lm_head\.weight\).* differ in a prefix",
+        )
+        for prefix in ("_orig_mod.", "module.", "module._orig_mod.")
+    ),
+    # Weights of another size are named with both shapes.
+    (
+        {},
+        unchanged,
+        {"vocab_size": 96},
+        r"\.?(lm_head|embed_tokens)\.weight .* \[61, 32\], but \[96, 32\].*vocab_size: 61`$",
+    ),
+    (
+        {},
+        unchanged,
+        {"intermediate_size": 80},
+        r"0\.mlp\.down_proj\.weight .* \[32, \d+\], but \[32, 80\].* change `model.config`",
+    ),
+    (
+        {},
+        unchanged,
+        {"hidden_size": 64},
+        r"\[61, 32\], but \[61, 64\].* change `model.config`",
+    ),
+    # Weights that the source has beyond its configuration.
+    ({"attention_bias": True}, unchanged, {"attention_bias": False}, "change `model.config`"),
+    ({}, unchanged, {"num_hidden_layers": 1}, "no place in the model.* change `model.config`"),
+]
 
 
-def test_a_source_that_lacks_weights_is_rejected(build_model: Callable, tmp_path: Path) -> None:
-    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
-        build_from(tmp_path)
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_a_prefix_of_all_weights_is_named(
-    prefix: str, build_model: Callable, tmp_path: Path
-) -> None:
-    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights = {f"{prefix}{name}": weight for name, weight in weights.items()}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError) as error:
-        build_from(tmp_path)
-    message = str(error.value)
-    assert f"({min(weights)})" in message and f"({min(weights).removeprefix(prefix)})" in message
-    assert "differ in a prefix, such as `_orig_mod.` of torch.compile or `module.`" in message
-
-
-@pytest.mark.parametrize(
-    ("key", "size", "name", "shapes", "remedy"),
-    [
-        (
-            *("vocab_size", 96, r"(lm_head|model\.embed_tokens)\.weight"),
-            *(r"\[61, 32\], but \[96, 32\]", r"set `model\.config\.vocab_size: 61`$"),
-        ),
-        (
-            *("intermediate_size", 80, r"model\.layers\.0\.mlp\.down_proj\.weight"),
-            *(r"\[32, \d+\], but \[32, 80\]", "change `model.config`"),
-        ),
-        (
-            *("hidden_size", 64, r"(lm_head|model\.embed_tokens)\.weight"),
-            *(r"\[61, 32\], but \[61, 64\]", "change `model.config`"),
-        ),
-    ],
-)
-def test_weights_of_another_size_are_named_with_both_shapes(
-    key: str,
-    size: int,
-    name: str,
-    shapes: str,
-    remedy: str,
-    build_model: Callable,
+@pytest.mark.parametrize(("written", "change", "read", "words"), SOURCES)
+def test_weights_that_do_not_fit_the_model_are_rejected(
+    written: dict[str, Any],
+    change: Change,
+    read: dict[str, Any],
+    words: str,
     tmp_path: Path,
 ) -> None:
-    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=rf"{name} has the shape {shapes} by .*{remedy}"):
-        build_from(tmp_path, {key: size})
-
-
-# Weights that the source has beyond its configuration: what it was written and is read with.
-SURPLUS = {
-    "biases": ({"attention_bias": True}, {"attention_bias": False}),
-    "layers": ({}, {"num_hidden_layers": 1}),
-}
-
-
-@pytest.mark.parametrize("surplus", SURPLUS)
-def test_surplus_weights_are_rejected(surplus: str, build_model: Callable, tmp_path: Path) -> None:
-    written, read = SURPLUS[surplus]
     build_model("llama", **SMALL, **written).hf.save_pretrained(tmp_path)
-    with pytest.raises(
-        InputError, match=r"`model.source`.* no place in the model.* change `model\.config`"
-    ):
+    change_weights(tmp_path, change)
+    with pytest.raises(InputError, match=rf"`model\.source`.*{words}"):
         build_from(tmp_path, read)
 
 
-def test_the_configuration_of_a_quantized_source_has_no_quantization(
-    build_model: Callable, tmp_path: Path
-) -> None:
-    hf = build_model("llama", **SMALL).hf
-    hf.config.quantization_config = {"quant_method": "compressed-tensors"}
-    hf.config.save_pretrained(tmp_path)
-    for from_scratch in (False, True):
-        config = load_config(ModelSettings(source=str(tmp_path), from_scratch=from_scratch))
-        assert not hasattr(config, "quantization_config")
-
-
-def test_buffers_and_tied_heads_of_older_files_are_accepted(
-    build_model: Callable, tmp_path: Path
-) -> None:
+def test_buffers_and_tied_heads_of_older_files_are_accepted(tmp_path: Path) -> None:
     build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_weights(
+        tmp_path,
+        lambda weights: (
+            weights
+            | {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+                "lm_head.weight": weights["model.embed_tokens.weight"].clone(),
+            }
+        ),
+    )
     build_from(tmp_path)
-    weights["score.weight"] = torch.ones(2, 32)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"score\.weight"):
-        build_from(tmp_path)

@@ -52,11 +52,13 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BF16, FP32 = torch.bfloat16, torch.float32
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 LINEAR = "model.layers.0.self_attn.q_proj"
 TOKENS = torch.arange(48)[None] % 64
 
 
-def load(folder: Path, weights: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def load(folder: Path, weights: torch.dtype = BF16) -> PreTrainedModel:
     source = ModelSettings(source=str(folder))
     return build(
         source,
@@ -74,13 +76,13 @@ def write_model(folder: Path, config: PretrainedConfig, seed: int = 3, **options
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder, **options)
 
 
-def rewrite(folder: Path, quantization: dict[str, Any] | None, change: Callable) -> None:
-    """Replace the tensors of a folder by `change(tensors)`, and set `quantization_config`."""
+def rewrite(folder: Path, quantization: dict[str, Any] | None, change: Change) -> None:
+    """Replace the tensors of a folder by `change(tensors)`, and set or remove its description."""
     tensors = change(load_file(folder / "model.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    if quantization:
-        config["quantization_config"] = quantization
+    config.pop("quantization_config", None)
+    config |= {"quantization_config": quantization} if quantization else {}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -104,167 +106,155 @@ def logits(model: PreTrainedModel) -> Tensor:
     return model(TOKENS).logits.float()
 
 
-def check_equal(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    expected = dict(theirs.named_parameters())
+def check_equal(ours: PreTrainedModel, expected: dict[str, Tensor], theirs: Tensor) -> None:
+    """Compare the parameters and the logits of a model."""
     parameters = dict(ours.named_parameters())
     assert parameters.keys() == expected.keys()
     for name, value in parameters.items():
         assert torch.equal(value, expected[name]), name
     ours.set_attn_implementation("sdpa")
-    assert torch.equal(logits(ours), logits(theirs))
+    assert torch.equal(logits(ours), theirs)
 
 
 # ── transformers' fine-grained FP8 ──
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# Map each source to its configuration, the dtypes of loaded weights and of scales, and options.
+BY_TRANSFORMERS: dict[str, tuple[PretrainedConfig, torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "tied": (Qwen3Config(**SIZES, tie_word_embeddings=True), BF16, FP32, {}),
+    "in FP32": (Qwen3Config(**SIZES), FP32, FP32, {}),
+    "E8M0": (Qwen3Config(**SIZES), BF16, FP32, {"scale_fmt": "ue8m0"}),
+    "scales in BF16": (Qwen3Config(**SIZES), BF16, BF16, {}),
+    "experts": (Qwen3MoeConfig(**SIZES, **MOE), BF16, FP32, {}),
+}
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_block_fp8_equals_the_loading_of_transformers(
-    weights: torch.dtype, scale_fmt: str | None, tied: bool, tmp_path: Path
-) -> None:
-    write_model(tmp_path, Qwen3Config(**SIZES, tie_word_embeddings=tied))
-    options = {"scale_fmt": scale_fmt} if scale_fmt else {}
-    rewrite(tmp_path, FP8 | options, lambda tensors: in_fp8(tensors, **options))
+
+@pytest.mark.parametrize("source", BY_TRANSFORMERS)
+def test_block_fp8_equals_the_loading_of_transformers(source: str, tmp_path: Path) -> None:
+    config, weights, scales, options = BY_TRANSFORMERS[source]
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value.to(scales) if name.endswith("scale_inv") else value
+            for name, value in in_fp8(tensors, **options).items()
+        }
+
+    write_model(tmp_path, config)
+    rewrite(tmp_path, FP8 | options, change)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=weights, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
     ours = load(tmp_path, weights)
     # transformers leaves parameters without codes in BF16.
-    check_equal(ours, theirs.float() if weights == torch.float32 else theirs)
-    assert not hasattr(ours.config, "quantization_config")
+    theirs = theirs.float() if weights == FP32 else theirs
+    check_equal(ours, dict(theirs.named_parameters()), logits(theirs))
+    from_scratch = load_config(ModelSettings(source=str(tmp_path), from_scratch=True))
+    assert not any(hasattr(read, "quantization_config") for read in (ours.config, from_scratch))
     assert all(parameter.dtype == weights for parameter in ours.parameters())
 
 
-def test_experts_of_a_mixture_are_dequantized_and_stacked(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
-        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128
-    )
-    write_model(tmp_path, config)
-    rewrite(tmp_path, FP8, in_fp8)
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert "model.layers.0.mlp.experts.3.gate_proj.weight_scale_inv" in names
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
-    )
-    check_equal(load(tmp_path), theirs)
-
-
-def test_shards_and_their_generation_config_are_read(tmp_path: Path) -> None:
-    write_model(tmp_path / "one", Qwen3Config(**SIZES))
-    rewrite(tmp_path / "one", FP8, in_fp8)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    tensors = load_file(tmp_path / "one" / "model.safetensors")
-    folder = tmp_path / "two"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((tmp_path / "one" / "config.json").read_bytes())
-    GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(folder)
+def test_shards_and_their_generation_config_are_read(block_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((block_folder / "config.json").read_bytes())
+    GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path)
+    tensors = load_file(block_folder / "model.safetensors")
     names = sorted(tensors)
     # The codes of a weight and their scales may be in two files.
     files = {}
     for part in range(2):
         file = f"model-0000{part + 1}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in names[part::2]}, folder / file)
+        save_file({name: tensors[name] for name in names[part::2]}, tmp_path / file)
         files |= dict.fromkeys(names[part::2], file)
     index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours = load(folder)
-    for name, value in load(tmp_path / "one").named_parameters():
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours = load(tmp_path)
+    for name, value in load(block_folder).named_parameters():
         assert torch.equal(ours.get_parameter(name), value), name
     assert ours.generation_config.temperature == 0.25
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_static_fp8_has_either_name_of_a_scale(
-    name: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    """AutoFP8 and vLLM write `weight_scale`, transformers writes `weight_scale_inv`."""
-    write_model(tmp_path, Qwen3Config(**SIZES))
-    expected: dict[str, Tensor] = {}
+# ── Other FP8 files, read with NumPy ──
+
+
+def with_one_scale(name: str, shape: tuple[int, ...]) -> Change:
+    """Quantize each linear with one scale, as AutoFP8, vLLM (`weight_scale`) or transformers do."""
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        written = {}
+        # Scales of the cache belong to attention, not to a linear.
+        written = tensors | {"model.layers.1.self_attn.k_scale": torch.tensor(1.5)}
         for key, value in tensors.items():
-            written[key] = value
             if is_linear(key, value):
                 scale = value.abs().max().float() / 448
                 written[key] = (value / scale).to(torch.float8_e4m3fn)
                 written[key.replace("weight", name)] = scale.reshape(shape)
                 written[key.replace("weight", "input_scale")] = torch.tensor(0.25)
-                expected[key] = written[key].float() * scale
-        # Scales of the cache belong to attention, not to a linear.
-        return written | {"model.layers.1.self_attn.k_scale": torch.tensor(1.5)}
-
-    rewrite(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"}, change)
-    ours = load(tmp_path, torch.float32)
-    assert len(expected) == 14
-    for key, value in expected.items():
-        assert torch.equal(ours.get_parameter(key), value)
-
-
-def test_incomplete_blocks_have_their_own_scale(tmp_path: Path) -> None:
-    """The projection `kv_a_proj_with_mqa` of DeepSeek-V3 has 576 rows, 4.5 blocks."""
-    config = DeepseekV3Config(
-        **{key: value for key, value in SIZES.items() if key != "head_dim"},
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=64,
-        first_k_dense_replace=1,
-        kv_lora_rank=128,
-        q_lora_rank=64,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    )
-    write_model(tmp_path, config)
-    rng = np.random.default_rng(0)
-    expected: dict[str, Tensor] = {}
-
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        written = {}
-        for key, value in tensors.items():
-            written[key] = value
-            if is_linear(key, value):
-                rows, columns = value.shape
-                codes = (value.float() * 3000).clamp(-448, 448).to(torch.float8_e4m3fn)
-                grid = rng.uniform(1e-5, 1e-3, (-(-rows // 128), -(-columns // 128)))
-                grid = grid.astype(np.float32)
-                spread = np.kron(grid, np.ones((128, 128), np.float32))[:rows, :columns]
-                written[key] = codes
-                written[f"{key}_scale_inv"] = torch.from_numpy(grid)
-                expected[key] = codes.float() * torch.from_numpy(spread)
         return written
 
-    rewrite(tmp_path, FP8, change)
-    ours = load(tmp_path, torch.float32)
-    down = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
-    assert expected[down].shape == (144, 128)
-    for key, value in expected.items():
-        if ".experts." not in key:
-            assert torch.equal(ours.get_parameter(key), value), key
-    stacked = ours.get_parameter("model.layers.1.mlp.experts.down_proj")
-    for number in range(4):
-        name = f"model.layers.1.mlp.experts.{number}.down_proj.weight"
-        assert torch.equal(stacked[number], expected[name])
+    return change
 
 
-def test_bf16_scales_equal_the_loading_of_transformers(tmp_path: Path) -> None:
-    write_model(tmp_path, Qwen3Config(**SIZES))
-    rewrite(
-        tmp_path,
-        FP8,
-        lambda tensors: {
-            name: value.bfloat16() if name.endswith("scale_inv") else value
-            for name, value in in_fp8(tensors).items()
-        },
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
-    )
-    check_equal(load(tmp_path), theirs)
+def with_random_scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Quantize each linear in blocks of 128 x 128 with random scales."""
+    rng = np.random.default_rng(0)
+    written = dict(tensors)
+    for key, value in tensors.items():
+        if is_linear(key, value):
+            grid = rng.uniform(1e-5, 1e-3, [-(-length // 128) for length in value.shape])
+            written[key] = (value.float() * 3000).clamp(-448, 448).to(torch.float8_e4m3fn)
+            written[f"{key}_scale_inv"] = torch.from_numpy(grid.astype(np.float32))
+    return written
+
+
+# `kv_a_proj_with_mqa` has 144 rows, of which the second block has 16. DeepSeek-V3 has 4.5 blocks.
+LATENT = DeepseekV3Config(
+    **{key: value for key, value in SIZES.items() if key != "head_dim"},
+    **{"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 64, "first_k_dense_replace": 1, "kv_lora_rank": 128},
+    **{"q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+)
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "change", "linears"),
+    [
+        (Qwen3Config(**SIZES), STATIC, with_one_scale("weight_scale", ()), 14),
+        (Qwen3Config(**SIZES), STATIC, with_one_scale("weight_scale_inv", (1,)), 14),
+        (Qwen3Config(**SIZES), STATIC, with_one_scale("weight_scale", (1, 1)), 14),
+        (LATENT, FP8, with_random_scales, 28),
+    ],
+    ids=["scalar", "one element", "matrix", "incomplete blocks"],
+)
+def test_weights_are_codes_times_the_scales_of_their_blocks(
+    config: PretrainedConfig,
+    quantization: dict[str, Any],
+    change: Change,
+    linears: int,
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path, config)
+    rewrite(tmp_path, quantization, change)
+    ours = load(tmp_path, FP32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    codes = {name: value for name, value in tensors.items() if value.itemsize == 1}
+    assert len(codes) == linears
+    for name, value in codes.items():
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+        spread = scale.reshape(1, 1).numpy() if scale.numel() == 1 else scale.numpy()
+        rows, columns = value.shape
+        spread = np.kron(spread, np.ones((256, 256) if scale.numel() == 1 else (128, 128)))
+        expected = value.float() * torch.from_numpy(spread[:rows, :columns].astype(np.float32))
+        assert torch.equal(stored_in(ours, name), expected), name
+
+
+def stored_in(hf: PreTrainedModel, name: str) -> Tensor:
+    """Return the weight of a linear, which may be an expert in a stack of all experts."""
+    if ".experts." not in name:
+        return hf.get_parameter(name)
+    stack, number, projection, _ = name.rsplit(".", 3)
+    if projection == "down_proj":
+        return hf.get_parameter(f"{stack}.down_proj")[int(number)]
+    gate, up = hf.get_parameter(f"{stack}.gate_up_proj")[int(number)].chunk(2)
+    return gate if projection == "gate_proj" else up
 
 
 # ── compressed-tensors ──
@@ -361,7 +351,7 @@ def compressed(references: Path, tmp_path_factory: Any) -> dict[str, Path]:
                 **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
             )
         write_model(folder, config, number)
-        rewrite(folder, quantization_of(name, group), lambda tensors: tensors)
+        rewrite(folder, quantization_of(name, group), unchanged)
     kept = ["embed_tokens", "lm_head", "mlp.gate."]
     script = site / "compress.py"
     script.write_text(COMPRESS)
@@ -404,104 +394,48 @@ def with_group(weights: dict[str, Any], **keys: Any) -> dict[str, Any]:
 def test_weights_and_logits_equal_those_of_compressed_tensors(
     name: str, compressed: dict[str, Path]
 ) -> None:
-    ours = load(compressed[name])
-    expected, expected_logits = torch.load(compressed[name] / "read.pt", weights_only=True)
-    parameters = dict(ours.named_parameters())
-    assert parameters.keys() == expected.keys()
-    for key, value in parameters.items():
-        assert torch.equal(value, expected[key]), key
-    ours.set_attn_implementation("sdpa")
-    assert torch.equal(logits(ours), expected_logits)
+    check_equal(
+        load(compressed[name]), *torch.load(compressed[name] / "read.pt", weights_only=True)
+    )
 
 
 def test_an_older_name_of_fp8_is_read(compressed: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").symlink_to(compressed["channel"] / "model.safetensors")
-    config = json.loads((compressed["channel"] / "config.json").read_text())
-    config["quantization_config"]["format"] = "naive-quantized"
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    older = CHANNELS | {"format": "naive-quantized"}
+    copy_of(compressed["channel"], tmp_path, older, unchanged)
     expected = load(compressed["channel"]).get_parameter(f"{LINEAR}.weight")
     assert torch.equal(load(tmp_path).get_parameter(f"{LINEAR}.weight"), expected)
 
 
 # ── Refusals ──
 
-Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+WEIGHT = f"{LINEAR}.weight"
 SCALE = f"{LINEAR}.weight_scale_inv"
+
+
+def unchanged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
 
 
 def with_value(name: str, value: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors: tensors | {name: value(tensors[name]).contiguous()}
 
 
-def without(name: str) -> Change:
-    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+def without(*endings: str) -> Change:
+    return lambda tensors: {
+        name: value for name, value in tensors.items() if not name.endswith(endings)
+    }
 
 
-def renamed(old: str, new: str) -> Change:
-    return lambda tensors: {key.replace(old, new): value for key, value in tensors.items()}
+def nan_codes(codes: Tensor) -> Tensor:
+    return torch.full_like(codes.byte(), 127).view(codes.dtype)
 
 
-# Map each damage to the change of the tensors, and to the message.
-DAMAGES: dict[str, tuple[Change, str]] = {
-    "no scale": (without(SCALE), rf"{SCALE} is missing"),
-    "no codes": (without(f"{LINEAR}.weight"), rf"no weights for 1 .*{LINEAR}\.weight\)"),
-    "another shape": (
-        with_value(SCALE, lambda scale: scale.repeat(2, 1)),
-        rf"{LINEAR}: weight_scale_inv has the shape \[2, 1\].*expected are the shape \[1, 1\]",
-    ),
-    "scales of rows": (
-        with_value("model.layers.0.mlp.up_proj.weight_scale_inv", lambda scale: scale.T),
-        r"mlp\.up_proj: weight_scale_inv has the shape \[1, 2\].*the shape \[2, 1\]",
-    ),
-    "integer scales": (with_value(SCALE, lambda scale: scale.long()), r"dtype torch\.int64"),
-    "bytes": (
-        with_value(SCALE, lambda scale: torch.full_like(scale, 0).byte()),
-        r"dtype torch\.uint8",
-    ),
-    "reciprocals": (with_value(SCALE, torch.reciprocal), rf"{LINEAR}: .* factors from 0 to 1"),
-    "negative": (with_value(SCALE, torch.neg), rf"{LINEAR}: .* factors from 0 to 1"),
-    "not finite": (with_value(SCALE, lambda scale: scale * torch.nan), r"factors up to nan"),
-    "two scales": (
-        lambda tensors: tensors | {f"{LINEAR}.weight_scale": torch.ones(1)},
-        r"model\.layers\..*\.weight_scale is missing",
-    ),
-    "another codec": (
-        with_value(f"{LINEAR}.weight", lambda codes: codes.float().to(torch.float8_e5m2)),
-        rf"{LINEAR}\.weight in F8_E5M2 has no scales",
-    ),
-    "integers": (
-        with_value(f"{LINEAR}.weight", lambda codes: codes.view(torch.int8)),
-        rf"{LINEAR}\.weight",
-    ),
-    "a scale without codes": (
-        with_value(f"{LINEAR}.weight", lambda codes: codes.bfloat16()),
-        rf"1 of its weights have no place in the model \({SCALE}\)",
-    ),
-    "nothing quantized": (
-        lambda tensors: {
-            name: value.bfloat16()
-            for name, value in tensors.items()
-            if not name.endswith("scale_inv")
-        },
-        r"no weight has the codes of `quantization_config`",
-    ),
-    "another name": (
-        renamed("weight_scale_inv", "scale_inv"),
-        "weight_scale_inv is missing",
-    ),
-    "NaN codes": (
-        with_value(f"{LINEAR}.weight", lambda c: torch.full_like(c.byte(), 127).view(c.dtype)),
-        rf"{LINEAR}\.weight contains NaN",
-    ),
-}
+def unquantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.bfloat16() for name, value in without("scale_inv")(tensors).items()}
 
 
-@pytest.fixture(scope="module")
-def block_folder(tmp_path_factory: Any) -> Path:
-    folder = tmp_path_factory.mktemp("block")
-    write_model(folder, Qwen3Config(**SIZES))
-    rewrite(folder, FP8, in_fp8)
-    return folder
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("weight_scale", "scale"): value for name, value in tensors.items()}
 
 
 def copy_of(folder: Path, copy: Path, quantization: dict[str, Any] | None, change: Change) -> Path:
@@ -512,68 +446,91 @@ def copy_of(folder: Path, copy: Path, quantization: dict[str, Any] | None, chang
     return copy
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_by_name(
-    damage: str, block_folder: Path, tmp_path: Path
+# Changes of the tensors of a folder in FP8 blocks, and words of the message.
+DAMAGES: list[tuple[Change, str]] = [
+    (without(SCALE), rf"{SCALE} is missing"),
+    (without(WEIGHT), rf"no weights for 1 .*{WEIGHT}\)"),
+    (with_value(SCALE, lambda scale: scale.repeat(2, 1)), rf"{LINEAR}: .* \[2, 1\].* \[1, 1\]"),
+    (
+        with_value(SCALE.replace("self_attn.q", "mlp.up"), lambda scale: scale.T),
+        r"up_proj: weight_scale_inv has the shape \[1, 2\].*the shape \[2, 1\]",
+    ),
+    (with_value(SCALE, lambda scale: scale.long()), r"dtype torch\.int64"),
+    (with_value(SCALE, lambda scale: torch.zeros_like(scale).byte()), r"dtype torch\.uint8"),
+    (with_value(SCALE, torch.reciprocal), rf"{LINEAR}: .* factors from 0 to 1"),
+    (with_value(SCALE, torch.neg), rf"{LINEAR}: .* factors from 0 to 1"),
+    (with_value(SCALE, lambda scale: scale * torch.nan), "factors up to nan"),
+    (lambda tensors: tensors | {f"{WEIGHT}_scale": torch.ones(1)}, "weight_scale is missing"),
+    (
+        with_value(WEIGHT, lambda codes: codes.float().to(torch.float8_e5m2)),
+        rf"{WEIGHT} in F8_E5M2 has no scales",
+    ),
+    (with_value(WEIGHT, lambda codes: codes.view(torch.int8)), WEIGHT),
+    (with_value(WEIGHT, lambda codes: codes.bfloat16()), rf"no place in the model \({SCALE}\)"),
+    (unquantized, "no weight has the codes of `quantization_config`"),
+    (renamed, "weight_scale_inv is missing"),
+    (with_value(WEIGHT, nan_codes), f"{WEIGHT} contains NaN"),
+]
+# Descriptions of this folder, and words of the message.
+UNKNOWN: list[tuple[dict[str, Any] | None, str]] = [
+    (None, r"weight in F8_E4M3 has no scales"),
+    ({"quant_method": "gptq", "bits": 4}, "`quant_method: gptq` with `format: None` is not"),
+    ({"quant_method": "modelopt"}, "`quant_method: modelopt`"),
+    ({"bits": 4}, "quant_method"),
+    (CHANNELS | {"format": "pack-quantized"}, "pack-quantized` is not"),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
+    (quantization_of("", {"num_bits": 8, "strategy": "tensor"}), "weight_scale is missing"),
+    (quantization_of("", {"num_bits": 8}), "strategy"),
+    (FP8 | {"weight_block_size": [64, 64]}, r"expected are the shape \[2, 4\]"),
+    (FP8 | {"weight_block_size": [10**12, 10**12]}, r"expected are the shape \[1, 1\]"),
+    (FP8 | {"weight_block_size": [0.5]}, "weights cannot be loaded"),
+    (quantization_of("", {}) | {"config_groups": {"a": {"weights": None}}}, "strategy"),
+    (FP8 | {"weight_block_size": [-128, 128]}, "weights cannot be loaded"),
+    (FP8 | {"weight_block_size": None}, r"expected are the shape \[1, 1\]"),
+    (FP8 | {"hadamard_config": {"block_size": 32}}, r"config\.hadamard_config\.block_size: 32"),
+    (FP8 | {"online_rotation": True}, r"quantization_config\.online_rotation: True"),
+    (FP8 | {"expert_dtype": "fp4"}, r"quantization_config\.expert_dtype: 'fp4'"),
+    (CHANNELS | {"transform_config": ROTATED}, r"config\.transform_config\.config_groups\.R4"),
+    (CHANNELS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (with_group({"strategy": "tensor"}), r"must have one `strategy`"),
+    (with_group({"strategy": "group", "group_size": 32}), r"must have one `strategy`"),
+    (with_group({"strategy": "channel", "symmetric": False}), "symmetric: False"),
+    (with_group({"strategy": "channel"}, hadamard=True), r"group_1\.hadamard: True"),
+]
+
+
+@pytest.fixture(scope="module")
+def block_folder(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("block")
+    write_model(folder, Qwen3Config(**SIZES))
+    rewrite(folder, FP8, in_fp8)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("quantization", "change", "message"),
+    [
+        *((FP8, *damage) for damage in DAMAGES),
+        *((keys, unchanged, words) for keys, words in UNKNOWN),
+    ],
+)
+def test_damaged_tensors_and_unknown_descriptions_are_refused(
+    quantization: dict[str, Any] | None,
+    change: Change,
+    message: str,
+    block_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    change, message = DAMAGES[damage]
-    copy_of(block_folder, tmp_path, FP8, change)
+    copy_of(block_folder, tmp_path, quantization, change)
     with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("change", [lambda tensors: tensors, without(SCALE)])
-def test_codes_without_a_description_are_refused(
-    change: Change, block_folder: Path, tmp_path: Path
-) -> None:
-    copy_of(block_folder, tmp_path, None, change)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"weight in F8_E4M3 has no scales"):
         load(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(block_folder: Path, tmp_path: Path) -> None:
-    copy_of(block_folder, tmp_path, FP8, lambda tensors: tensors)
+    copy_of(block_folder, tmp_path, FP8, unchanged)
     scale = load_file(tmp_path / "model.safetensors")[SCALE]
     save_file({SCALE: scale}, tmp_path / "model-00001-of-00001.safetensors")
     with pytest.raises(InputError, match=rf"{SCALE} is in two files"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "`quant_method: gptq` with `format: None` is not"),
-        ({"quant_method": "modelopt"}, "`quant_method: modelopt`"),
-        ({"bits": 4}, "quant_method"),
-        (quantization_of("pack", {}) | {"format": "pack-quantized"}, "pack-quantized` is not"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
-        (quantization_of("", {"num_bits": 8, "strategy": "tensor"}), "weight_scale is missing"),
-        (quantization_of("", {"num_bits": 8}), "strategy"),
-        (FP8 | {"weight_block_size": [64, 64]}, r"expected are the shape \[2, 4\]"),
-        (FP8 | {"weight_block_size": [10**12, 10**12]}, r"expected are the shape \[1, 1\]"),
-        (FP8 | {"weight_block_size": [0.5]}, "weights cannot be loaded"),
-        (quantization_of("", {}) | {"config_groups": {"a": {"weights": None}}}, "strategy"),
-        (FP8 | {"weight_block_size": [-128, 128]}, "weights cannot be loaded"),
-        (FP8 | {"weight_block_size": None}, r"expected are the shape \[1, 1\]"),
-        (FP8 | {"hadamard_config": {"block_size": 32}}, r"config\.hadamard_config\.block_size: 32"),
-        (FP8 | {"online_rotation": True}, r"quantization_config\.online_rotation: True"),
-        (FP8 | {"expert_dtype": "fp4"}, r"quantization_config\.expert_dtype: 'fp4'"),
-        (CHANNELS | {"transform_config": ROTATED}, r"config\.transform_config\.config_groups\.R4"),
-        (CHANNELS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
-        (with_group({"strategy": "tensor"}), r"must have one `strategy`"),
-        (with_group({"strategy": "group", "group_size": 32}), r"must have one `strategy`"),
-        (with_group({"strategy": "channel", "symmetric": False}), "symmetric: False"),
-        (with_group({"strategy": "channel"}, hadamard=True), r"group_1\.hadamard: True"),
-    ],
-)
-def test_an_unknown_description_is_refused(
-    quantization: dict[str, Any], message: str, block_folder: Path, tmp_path: Path
-) -> None:
-    copy_of(block_folder, tmp_path, quantization, lambda tensors: tensors)
-    with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
         load(tmp_path)
 
 
@@ -590,35 +547,30 @@ def test_keys_that_do_not_change_the_weights_are_accepted() -> None:
     assert layout_of(FP8 | FineGrainedFP8Config().to_dict()).block == (128, 128)
 
 
-@pytest.mark.parametrize("size", [8, 32, 64])
-@pytest.mark.parametrize("name", ["group", "MXFP8", "NVFP4"])
-def test_another_group_size_than_that_of_the_scales_is_refused(
-    name: str, size: int, compressed: dict[str, Path], tmp_path: Path
-) -> None:
-    if size == GROUPS[name]["group_size"]:
-        return
-    group = GROUPS[name] | {"group_size": size}
-    copy_of(compressed[name], tmp_path, quantization_of(name, group), lambda tensors: tensors)
-    with pytest.raises(InputError, match=r"weight_scale has the shape"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("name", "size", "change", "message"),
     [
-        with_value(f"{LINEAR}.weight_global_scale", torch.reciprocal),
-        with_value(f"{LINEAR}.weight_global_scale", lambda scale: scale * 0),
-        with_value(f"{LINEAR}.weight_scale", lambda scale: scale.view(torch.uint8)),
-        without(f"{LINEAR}.weight_global_scale"),
-        lambda tensors: tensors | {f"{LINEAR}.weight": torch.ones(128, 128)},
+        ("group", 64, unchanged, "weight_scale has the shape"),
+        ("MXFP8", 8, unchanged, "weight_scale has the shape"),
+        ("NVFP4", 32, unchanged, "weight_scale has the shape"),
+        ("NVFP4", 16, with_value(f"{WEIGHT}_global_scale", torch.reciprocal), LINEAR),
+        ("NVFP4", 16, with_value(f"{WEIGHT}_global_scale", torch.zeros_like), LINEAR),
+        ("NVFP4", 16, with_value(f"{WEIGHT}_scale", lambda scale: scale.view(torch.uint8)), LINEAR),
+        ("NVFP4", 16, without(f"{WEIGHT}_global_scale"), LINEAR),
+        ("NVFP4", 16, lambda tensors: tensors | {WEIGHT: torch.ones(128, 128)}, LINEAR),
     ],
 )
-def test_damaged_nvfp4_is_refused(
-    change: Change, compressed: dict[str, Path], tmp_path: Path
+def test_damaged_groups_of_compressed_tensors_are_refused(
+    name: str,
+    size: int,
+    change: Change,
+    message: str,
+    compressed: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    quantization = quantization_of("NVFP4", GROUPS["NVFP4"])
-    copy_of(compressed["NVFP4"], tmp_path, quantization, change)
-    with pytest.raises(InputError, match=LINEAR):
+    quantization = quantization_of(name, GROUPS[name] | {"group_size": size})
+    copy_of(compressed[name], tmp_path, quantization, change)
+    with pytest.raises(InputError, match=message):
         load(tmp_path)
 
 

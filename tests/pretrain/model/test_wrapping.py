@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, wrappers_of
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.model.test_routing import KINDS, MIXTURE
+from tests.pretrain.small_models import build_model
 
 BF16 = torch.bfloat16
 UNITS = {"embed_tokens": "embedding", "layers.0": "layer", "norm": "norm"}
@@ -35,27 +34,26 @@ def names_of(
     }
 
 
-def test_a_graph_contains_the_casts_of_a_layer_but_not_of_a_norm(build_model: Callable) -> None:
-    assert names_of(build_model(), recompute="full") == {
+def test_a_graph_contains_the_casts_of_a_layer_but_not_of_a_norm() -> None:
+    packed = build_model()
+    assert names_of(packed, recompute="full") == {
         "embedding": ["casting_output"],
         "layer": ["casting_parameters", "compiled", "recomputed_in_backward"],
         "norm": ["compiled", "casting_parameters"],
     }
+    assert not any("forward" in vars(module) for module in packed.hf.base_model.modules())
 
 
-def test_casts_of_a_layer_with_graph_breaks_are_not_compiled(build_model: Callable) -> None:
+def test_casts_of_a_layer_with_graph_breaks_are_not_compiled() -> None:
     packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"])
     convert(packed.hf, {}, packed.context)
-    assert names_of(packed, recompute="full")["layer"] == [
-        "compiled",
-        "casting_parameters",
-        "recomputed_in_backward",
-    ]
+    names = names_of(packed, recompute="full")["layer"]
+    assert names == ["compiled", "casting_parameters", "recomputed_in_backward"]
 
 
 @pytest.mark.parametrize("is_reproducible", [False, True])
 def test_a_graph_of_a_norm_is_dynamic_unless_runs_are_deterministic(
-    is_reproducible: bool, build_model: Callable, monkeypatch: pytest.MonkeyPatch
+    is_reproducible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_reproducible)
     packed = build_model()
@@ -67,7 +65,7 @@ def test_a_graph_of_a_norm_is_dynamic_unless_runs_are_deterministic(
     assert not layer.keywords["dynamic"]
 
 
-def test_fused_layers_are_recomputed_but_not_compiled(build_model: Callable) -> None:
+def test_fused_layers_are_recomputed_but_not_compiled() -> None:
     packed = build_model()
     packed.fused = fuse(decoder_layers(packed.hf), {}, Arithmetic(packed.context))
     names = names_of(packed, recompute="full")
@@ -76,16 +74,10 @@ def test_fused_layers_are_recomputed_but_not_compiled(build_model: Callable) -> 
     assert names_of(packed, compile_layers=False)["norm"] == ["casting_parameters"]
 
 
-def test_only_the_chosen_layers_are_recomputed(build_model: Callable) -> None:
+def test_only_the_chosen_layers_are_recomputed() -> None:
     packed = build_model()
     settings = ModelSettings(source="none", gradient_checkpointing=2)
     wrappers = wrappers_of(packed, settings, cast_to=None, compile_layers=False)
     counts = [len(wrappers[layer]) for layer in decoder_layers(packed.hf).values()]
     assert counts == [int(settings.recomputes(index)) for index in range(2)]
     assert sum(counts) == 1
-
-
-def test_the_forwards_stay_while_wrappers_are_chosen(build_model: Callable) -> None:
-    packed = build_model()
-    names_of(packed, recompute="full")
-    assert not any("forward" in vars(module) for module in packed.hf.base_model.modules())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,10 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from foundation.settings import last_steps
 from pretrain.launch.environment import with_precision
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.settings import (
-    is_quantized,
-    label,
-    phases_of,
-)
+from pretrain.precision.selection import make_engines
+from pretrain.precision.settings import is_quantized, label, phases_of
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
@@ -26,33 +25,18 @@ from tests.pretrain.conftest import active_in
 NVFP4 = active_in("nvfp4")
 DELAYED = active_in("delayed")
 BF16 = active_in("bf16", "torch")
-MINIMAL = {
-    "name": "r",
-    "weights": "fp32",
-    "model": {"source": "m"},
-    "data": {"packs": "p", "length": 32},
-    "train": {"steps": 100},
-}
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Any:
-    """Return a function that loads a recipe with overrides from the command line."""
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    return lambda *overrides: load_recipe(path, overrides)
+MINIMAL = {"name": "r", "weights": "fp32", "model": {"source": "m"}, "train": {"steps": 100}}
+MINIMAL |= {"data": {"packs": "p", "length": 32}}
 
 
 @pytest.mark.parametrize("last", ["{use: bf16}", "{use: bf16, until: null}"])
-def test_a_schedule_has_a_label_and_a_folder(load: Any, last: str) -> None:
-    recipe = load(f"precision=[{{until: 0.8, use: nvfp4}}, {last}]")
-    assert phases_of(recipe.precision) == [(0.8, "nvfp4"), (None, "bf16")]
-    assert phases_of(resolved(recipe)["precision"]) == phases_of(recipe.precision)
-    assert (
-        label(recipe.precision)
-        == label(resolved(recipe)["precision"])
-        == "nvfp4 to 80 %, then bf16"
-    )
+def test_a_schedule_has_a_label_and_a_folder(last: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    recipe = load_recipe(path, [f"precision=[{{until: 0.8, use: nvfp4}}, {last}]"])
+    for precision in (recipe.precision, resolved(recipe)["precision"]):
+        assert phases_of(precision) == [(0.8, "nvfp4"), (None, "bf16")]
+        assert label(precision) == "nvfp4 to 80 %, then bf16"
     assert run_dir_of(recipe) == Path("runs/r-nvfp4-to-0.8-then-bf16-fp32")
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
@@ -100,43 +84,43 @@ def test_a_horizon_that_leaves_a_phase_without_a_step_is_rejected() -> None:
         schedule.at(1)
 
 
+def test_the_current_precision_determines_the_engine_of_products() -> None:
+    engines = make_engines([NVFP4, DELAYED, BF16], torch.device("cpu"))
+    context = PrecisionContext(torch.bfloat16, engines, DELAYED)
+    for active in (NVFP4, DELAYED, BF16):
+        with context.using(active):
+            assert context.current is active and context.engine is engines.get(active.name)
+        assert context.engine is engines["delayed"]
+    context.current = BF16
+    assert context.engine is None
+
+
 # ── Options ────────────────────────────────────────────────────────────────────────────
 
 
-def decide_options(
-    precision: list[dict[str, Any]], environment: dict[str, str] | None = None, **fp8_config: Any
-) -> Recipe:
-    """Return a recipe with the options from its fp8_config and the environment."""
+def options_of(phases: list[str], environment: dict[str, str], **fp8_config: Any) -> dict[str, Any]:
+    """Return the resolved `fp8_config` of a schedule of two phases."""
+    precision = [{"until": 0.5, "use": phases[0]}, {"use": phases[1]}]
     recipe = Recipe.model_validate(MINIMAL | {"precision": precision, "fp8_config": fp8_config})
-    return with_precision(recipe, environment or {})
+    return with_precision(recipe, environment).fp8_config.model_dump()
 
 
-def test_a_low_precision_of_a_schedule_gets_options_of_the_file() -> None:
-    environment = {
-        "ACCELERATE_MIXED_PRECISION": "fp8",
-        "ACCELERATE_FP8_RECIPE": "delayed",
-        "ACCELERATE_FP8_MARGIN": "2",
-    }
-    recipe = decide_options(
-        [{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(environment), amax_history_len=4
-    )
-    assert (
-        recipe.fp8_config.margin,
-        recipe.fp8_config.amax_history_len,
-        recipe.fp8_config.fp8_format,
-    ) == (2, 4, "HYBRID")
-    other = decide_options(
-        [{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(environment), amax_history_len=4
-    )
-    assert (
-        other.fp8_config.margin,
-        other.fp8_config.amax_history_len,
-        other.fp8_config.fp8_format,
-    ) == (None, 4, None)
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        (["delayed", "bf16"], {"margin": 2, "amax_history_len": 4, "fp8_format": "HYBRID"}),
+        (["mxfp8", "delayed"], {"margin": None, "amax_history_len": 4, "fp8_format": None}),
+    ],
+)
+def test_one_low_precision_of_a_schedule_gets_options_of_the_file(
+    phases: list[str], expected: dict[str, Any]
+) -> None:
+    environment = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "delayed"}
+    environment |= {"ACCELERATE_FP8_MARGIN": "2"}
+    options = options_of(phases, environment, amax_history_len=4)
+    assert expected.items() <= options.items()
 
 
 def test_an_option_that_no_phase_takes_is_rejected() -> None:
-    with pytest.raises(
-        InputError, match=r"disable_rht: True.* and `precision: delayed` contradict"
-    ):
-        decide_options([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)
+    with pytest.raises(InputError, match=r"disable_rht: True.* `precision: delayed` contradict"):
+        options_of(["delayed", "bf16"], {}, disable_rht=True)

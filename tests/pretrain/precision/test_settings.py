@@ -92,25 +92,18 @@ def names_in(path: Path) -> list[str]:
             constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
             is_name = not constants.isdisjoint(PRECISIONS)
         if is_name:
-            places.append(
-                f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}"
-            )
+            line = ast.unparse(node).splitlines()[0]
+            places.append(f"{path.relative_to(ROOT)}:{node.lineno}: {line}")
     return places
 
 
 def test_only_format_files_name_a_precision() -> None:
-    folders = (
-        *ROOT.glob("pretrain/**/*.py"),
-        *ROOT.glob("packing/*.py"),
-        ROOT / "train_accelerate.py",
-    )
-    format_files = {"unquantized", *PRECISIONS}
-    assert [
-        place for path in folders if path.stem not in format_files for place in names_in(path)
-    ] == []
-    assert names_in(ROOT / "pretrain/precision/formats/current.py"), (
-        "the search finds the names in a format file"
-    )
+    files = [*ROOT.glob("pretrain/**/*.py"), *ROOT.glob("packing/*.py")]
+    files = [file for file in files if file.stem not in {"unquantized", *PRECISIONS}]
+    places = [names_in(path) for path in (*files, ROOT / "train_accelerate.py")]
+    assert not any(places), places
+    # The search finds the names in a format file.
+    assert names_in(ROOT / "pretrain/precision/formats/current.py")
 
 
 # ── `fp8_config` ───────────────────────────────────────────────────────────────────────
@@ -175,36 +168,26 @@ def select(name: str, missing: Missing, **fp8_config: Any) -> ActivePrecision:
 
 
 @pytest.mark.parametrize("name", ON_TE)
-def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
-    name: str,
-) -> None:
+def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(name: str) -> None:
     active = select(name, gpu(B200))
-    assert (active.precision.name, active.engine, active.reason) == (
-        name,
-        "transformer_engine",
-        None,
-    )
-    assert active.settings == LowPrecisionSettings().resolved(name)
-    with pytest.raises(
-        InputError,
-        match=rf"`precision: {name}` needs a GPU .*this run is on cpu.*`fp8_config.on_unsupported",
-    ):
-        select(name, CPU)
+    assert (active.precision.name, active.engine) == (name, "transformer_engine")
+    assert active.reason is None and active.settings == LowPrecisionSettings().resolved(name)
     emulated = select(name, CPU, on_unsupported="emulate")
-    assert (emulated.precision.name, emulated.engine) == (
-        name,
-        "emulation",
-    ) and "needs a GPU" in emulated.notice
+    assert (emulated.precision.name, emulated.engine) == (name, "emulation")
+    assert "needs a GPU" in emulated.notice
 
 
-def test_the_error_names_remedies() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"nvfp4` needs .*10\.0.*emulate` .*fallback`, or `precision: delayed`, to train in",
-    ):
-        select("nvfp4", gpu(H200))
-    with pytest.raises(InputError, match=r"`precision: mxfp4` needs emulation"):
-        select("mxfp4", gpu(B200))
+@pytest.mark.parametrize(
+    ("name", "missing", "words"),
+    [
+        *((name, CPU, "needs a GPU .*this run is on cpu.*`fp8_config.on_uns") for name in ON_TE),
+        ("nvfp4", gpu(H200), r"10\.0.*emulate` .*fallback`, or `precision: delayed`, to train in"),
+        ("mxfp4", gpu(B200), "needs emulation"),
+    ],
+)
+def test_a_refusal_names_the_need_and_remedies(name: str, missing: Missing, words: str) -> None:
+    with pytest.raises(InputError, match=f"`precision: {name}` .*{words}"):
+        select(name, missing)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +205,5 @@ def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
     active = select(name, missing, on_unsupported="fallback", scope="linear+head")
     assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
-    assert active.settings == LowPrecisionSettings(
-        on_unsupported="fallback", scope="linear+head"
-    ).resolved(effective)
+    used = LowPrecisionSettings(on_unsupported="fallback", scope="linear+head")
+    assert active.settings == used.resolved(effective)

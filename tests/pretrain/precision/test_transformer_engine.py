@@ -19,10 +19,9 @@ import torch
 from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, configured
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
+from tests.pretrain.conftest import QUANTIZED
 
-ON_TE = [
-    name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available
-]
+ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 NVFP4_GRADIENTS = (
     "fp4_quant_bwd_grad.random_hadamard_transform",
     "fp4_quant_bwd_grad.stochastic_rounding",
@@ -44,10 +43,8 @@ def te_recipes(monkeypatch: pytest.MonkeyPatch, references: Path) -> Install:
         module = ModuleType("transformer_engine.common.recipe")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         text = source.read_text(encoding="utf-8")
-        exec(
-            compile(text.replace(*replacement) if replacement else text, source, "exec"),
-            module.__dict__,
-        )
+        changed = text.replace(*replacement) if replacement else text
+        exec(compile(changed, source, "exec"), module.__dict__)
         return module
 
     return install
@@ -62,9 +59,8 @@ def test_without_options_te_recipes_have_te_defaults(te_recipes: Install, name: 
     default = getattr(te_recipes(), PRECISIONS[name].te_recipe)()
     recipe = build_te_recipe(configured_as(name))
     assert type(recipe) is type(default) and repr(recipe) == repr(default)
-    assert {key: repr(value) for key, value in vars(recipe).items()} == {
-        key: repr(value) for key, value in vars(default).items()
-    }
+    used, defaults = ({k: repr(v) for k, v in vars(made).items()} for made in (recipe, default))
+    assert used == defaults
 
 
 # Files of Transformer Engine that compute our products, and variables that they read without an
@@ -100,54 +96,25 @@ def test_every_variable_that_changes_codes_or_scales_is_refused(
                 unavailable_because(PRECISIONS["nvfp4"])
 
 
+OF_DELAYED = {"margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"}
+POWERS_OF_TWO = {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION}
+SQUARES = {"fp4_quant_fwd_weight.fp4_2d_quantization": True}
+WITHOUT_RHT = dict(zip(NVFP4_GRADIENTS, (False, True), strict=True))
+TO_NEAREST = dict(zip(NVFP4_GRADIENTS, (True, False), strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        (
-            "delayed",
-            {
-                "fp8_format": "E4M3",
-                "margin": 2,
-                "amax_history_len": 7,
-                "amax_compute_algo": "most_recent",
-            },
-            {
-                "fp8_format.name": "E4M3",
-                "margin": 2,
-                "amax_history_len": 7,
-                "amax_compute_algo": "most_recent",
-            },
-        ),
+        ("delayed", OF_DELAYED | {"fp8_format": "E4M3"}, OF_DELAYED | {"fp8_format.name": "E4M3"}),
         ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
-        (
-            "block",
-            {},
-            {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False},
-        ),
-        (
-            "mxfp8",
-            {"fp8_format": "HYBRID"},
-            {"fp8_format.name": "HYBRID", "enable_2d_quantization": False},
-        ),
-        (
-            "nvfp4",
-            {},
-            {
-                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
-                "row_scaled_activation": False,
-                "nvfp4_4over6": "none",
-            },
-        ),
-        ("nvfp4", {"disable_rht": True}, dict(zip(NVFP4_GRADIENTS, (False, True), strict=True))),
-        (
-            "nvfp4",
-            {"disable_stochastic_rounding": True},
-            dict(zip(NVFP4_GRADIENTS, (True, False), strict=True)),
-        ),
-        *(
-            (name, {}, {"backward_override": None})
-            for name in ("current", "block", "mxfp8", "nvfp4")
-        ),
+        ("block", {}, POWERS_OF_TWO | {"use_f32_scales": False}),
+        ("mxfp8", {"fp8_format": "HYBRID"}, {"fp8_format.name": "HYBRID"}),
+        ("mxfp8", {}, {"enable_2d_quantization": False}),
+        ("nvfp4", {}, SQUARES | {"row_scaled_activation": False, "nvfp4_4over6": "none"}),
+        ("nvfp4", {"disable_rht": True}, WITHOUT_RHT),
+        ("nvfp4", {"disable_stochastic_rounding": True}, TO_NEAREST),
+        *((name, {}, {"backward_override": None}) for name in ON_TE if name != "delayed"),
     ],
 )
 def test_an_option_reaches_the_quantizers(

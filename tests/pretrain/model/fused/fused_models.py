@@ -22,64 +22,27 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 LENGTH, VOCABULARY = 64, 97
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 8.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "low_freq_factor": 1.0}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0}
+LLAMA = {"model_type": "llama"} | SIZES
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": False} | SIZES
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_inner": 96, "n_layer": 2}
+GPT2 |= {"n_head": 4, "n_positions": 512}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SIZES, **HEADS},
-    "llama 3's angles": {"model_type": "llama", **SIZES, **HEADS, "rope_parameters": LLAMA3},
-    "mistral": {"model_type": "mistral", **SIZES, **HEADS, "head_dim": 32, "sliding_window": None},
-    "qwen2": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False},
-    "qwen2 under YaRN": {
-        "model_type": "qwen2",
-        **SIZES,
-        **HEADS,
-        "use_sliding_window": False,
-        "rope_parameters": YARN,
-    },
-    "starcoder2": {
-        "model_type": "starcoder2",
-        **SIZES,
-        **HEADS,
-        "sliding_window": None,
-        "residual_dropout": 0.0,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_embd": 64,
-        "n_inner": 96,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 512,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
-    "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
-}
-
-ARCHITECTURES["llama with biases"] = ARCHITECTURES["llama"] | {
-    "mlp_bias": True,
-    "attention_bias": True,
+    "llama": LLAMA,
+    "llama 3's angles": LLAMA | {"rope_parameters": LLAMA3},
+    "mistral": SIZES | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+    "qwen2": QWEN2,
+    "qwen2 under YaRN": QWEN2 | {"rope_parameters": YARN},
+    "starcoder2": SIZES
+    | {"model_type": "starcoder2", "sliding_window": None, "residual_dropout": 0.0},
+    "gpt2": GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "llama with biases": LLAMA | {"mlp_bias": True, "attention_bias": True},
 }
 
 

@@ -46,16 +46,8 @@ SIZES = {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads":
 ON_BLACKWELL = ("mxfp8", "nvfp4")
 # Our kernels need a GPU. The formulas that they are tested against replace them and report the same
 # supported operands.
-ACTIVATION = SimpleNamespace(
-    activate=formulas.activate,
-    activate_backward=formulas.activate_backward,
-    supports=activation_kernel.supports,
-)
-ROTARY = SimpleNamespace(
-    rotate=formulas.rotate,
-    rotate_backward=formulas.rotate_backward,
-    supports=rotary_kernel.supports,
-)
+ACTIVATION = SimpleNamespace(**vars(formulas) | {"supports": activation_kernel.supports})
+ROTARY = SimpleNamespace(**vars(formulas) | {"supports": rotary_kernel.supports})
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -84,11 +76,8 @@ def assemble(
     layers = decoder_layers(hf)
     context = PrecisionContext(torch.bfloat16, make_engines(actives, torch.device("cpu")))
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
-    decisions = {
-        active: decide(hf, list(layers.values()), active)
-        for active in actives
-        if active.precision.quantized
-    }
+    quantized = [active for active in actives if active.precision.quantized]
+    decisions = {active: decide(hf, list(layers.values()), active) for active in quantized}
     if fused:
         assert not_fused_because("auto", actives[0], "cuda", torch.bfloat16) is None
         arithmetic = choose_arithmetic(actives[0], "cuda", context)
@@ -123,23 +112,35 @@ def test_linears_and_the_head_equal_the_emulation_bit_for_bit(precision: str) ->
         assert torch.equal(by_library[1][name], gradient), name
 
 
-@pytest.mark.parametrize("precision", ON_BLACKWELL)
+KEPT: list[tuple[str, tuple[str, ...]]] = [
+    ("qwen3", ()),
+    ("qwen3", ("down_proj",)),
+    ("qwen3", ("gate_proj", "up_proj", "lm_head")),
+    ("qwen3", ("[qkv]_proj", "layers.1.*")),
+    # biases with and without low precision
+    ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),
+    ("gpt2", ()),
+    ("gpt2", ("mlp.c_proj", "h.1.attn.c_attn")),
+    ("gpt2", ("mlp.c_fc", "attn.c_proj")),
+    # queries, keys and values with rotation, and an MLP without a gate
+    ("starcoder2", ()),
+    # a gated GELU with biases
+    ("llama with biases", ()),
+]
+# One case of each precision in which all linears are quantized, and one with some in BF16.
+PER_COMMIT = {("mxfp8", 4), ("mxfp8", 9), ("nvfp4", 3), ("nvfp4", 5)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "keep"),
+    ("precision", "kind", "keep"),
     [
-        ("qwen3", ()),
-        ("qwen3", ("down_proj",)),
-        ("qwen3", ("gate_proj", "up_proj", "lm_head")),
-        ("qwen3", ("[qkv]_proj", "layers.1.*")),
-        # biases with and without low precision
-        ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),
-        ("gpt2", ()),
-        ("gpt2", ("mlp.c_proj", "h.1.attn.c_attn")),
-        ("gpt2", ("mlp.c_fc", "attn.c_proj")),
-        # queries, keys and values with rotation, and an MLP without a gate
-        ("starcoder2", ()),
-        # a gated GELU with biases
-        ("llama with biases", ()),
+        pytest.param(
+            precision,
+            *case,
+            marks=[] if (precision, number) in PER_COMMIT else pytest.mark.nightly,
+        )
+        for precision in ON_BLACKWELL
+        for number, case in enumerate(KEPT)
     ],
 )
 def test_fused_layers_err_as_the_unfused_model_does(
@@ -155,9 +156,8 @@ def test_fused_layers_err_as_the_unfused_model_does(
     observer = ProductObserver()
     with observer.observing():
         fused = train(packed)
-    unfused = train(
-        assemble(active_everywhere(precision, "emulation", keep), fused=False, kind=kind)
-    )
+    emulated = active_everywhere(precision, "emulation", keep)
+    unfused = train(assemble(emulated, fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
     for name in significant_parameters(exact[1]):
         errors = [(results[1][name] - exact[1][name]).norm() for results in (fused, unfused)]
@@ -169,14 +169,12 @@ def test_fused_layers_err_as_the_unfused_model_does(
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         if any(is_called(linear, pattern) for pattern in keep):
-            assert {kind for product in products for kind in (product.left, product.right)} == {
-                "bfloat16"
-            }, linear
+            kinds = {kind for product in products for kind in (product.left, product.right)}
+            assert kinds == {"bfloat16"}, linear
         else:
             assert all(is_expected(product, active) for product in products), products
-    assert ("lm_head" in observer.products) == ("lm_head" not in keep), (
-        "the head is observed if it computes in low precision"
-    )
+    # The head is observed if it computes in low precision.
+    assert ("lm_head" in observer.products) == ("lm_head" not in keep)
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
@@ -186,8 +184,7 @@ def test_served_weights_are_the_operands_of_stacked_products(
     """Queries, keys and values share a tensor scale, as gate and up do."""
     active = active_everywhere(precision, "transformer_engine", ("lm_head", "layers.1.*"))
     packed = assemble(active, fused=True)
-    layers = list(decoder_layers(packed.hf).values())
-    decisions = decide(packed.hf, layers, active)
+    decisions = decide(packed.hf, list(decoder_layers(packed.hf).values()), active)
     operands = {}
 
     class Weights(Probe):
@@ -196,24 +193,20 @@ def test_served_weights_are_the_operands_of_stacked_products(
 
     packed.context.probes = (Weights(),)
     products = audit_products(
-        packed,
-        lambda: packed(**inputs()),
-        decisions,
-        torch.optim.SGD(packed.parameters()),
+        packed, lambda: packed(**inputs()), decisions, torch.optim.SGD(packed.parameters())
     )
     audit = {"effective": precision, "products": products}
     (tmp_path / "audit.json").write_text(json.dumps(audit))
     hf = build(ARCHITECTURES["qwen3"] | SIZES)
-    tensors = served_weights(tmp_path, precision, active.settings, hf, packed.hf.get_parameter, {})[
-        0
-    ]
+    stored = packed.hf.get_parameter
+    tensors = served_weights(tmp_path, precision, active.settings, hf, stored, {})[0]
     stacks = [members for members in operands if members[0].startswith("model.layers.0")]
     assert [len(members) for members in stacks] == [3, 1, 2, 1]
     for members in stacks:
         # The replacement of the kernels stores codes times block scales as the codes.
         operand = operands[members]
         values = operand._rowwise_data.split(
-            [len(hf.get_parameter(f"{m}.weight")) for m in members]
+            [len(hf.get_parameter(f"{member}.weight")) for member in members]
         )
         for member, expected in zip(members, values, strict=True):
             scale = tensors[f"{member}.weight_scale"]

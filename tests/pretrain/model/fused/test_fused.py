@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import choose_arithmetic, fuse, not_fused_because, wrap_layers
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
+from tests.pretrain.conftest import active_in
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
@@ -54,27 +55,37 @@ def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "dtype", "implementation"),
+    ("setting", "device", "name", "implementation"),
     [
-        ("auto", "cuda", torch.bfloat16, KernelArithmetic),
-        ("on", "cuda", torch.bfloat16, KernelArithmetic),
-        ("auto", "cuda", torch.float32, None),
-        ("on", "cuda", torch.float32, Arithmetic),
-        ("auto", "cpu", torch.bfloat16, None),
-        ("on", "cpu", torch.bfloat16, Arithmetic),
+        ("auto", "cuda", "bf16", KernelArithmetic),
+        ("on", "cuda", "bf16", KernelArithmetic),
+        ("auto", "cuda", "fp32", None),
+        ("on", "cuda", "fp32", Arithmetic),
+        ("auto", "cpu", "bf16", None),
+        ("on", "cpu", "bf16", Arithmetic),
     ],
 )
 def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
-    setting: Any, device: str, dtype: torch.dtype, implementation: type[Arithmetic] | None
+    setting: Any, device: str, name: str, implementation: type[Arithmetic] | None
 ) -> None:
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    active = ActivePrecision(name, PRECISIONS[name].with_options(LowPrecisionSettings()), "torch")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    active = active_in(name, "torch")
     reason = not_fused_because(setting, active, device, dtype)
     arithmetic = choose_arithmetic(active, device, PrecisionContext(dtype))
     assert (None if reason else type(arithmetic)) == implementation
 
 
 # ── Losses and gradients ──
+
+
+def assert_close(
+    gradients: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, share: float
+) -> None:
+    """Compare gradients by their norms. `share` is a part of the largest norm."""
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        error = (gradients[name] - gradient).norm()
+        assert error <= tolerance * (gradient.norm() + share * largest), name
 
 
 @pytest.mark.usefixtures("flash_attention_4_on_a_cpu", "cudnn_on_a_cpu")
@@ -87,10 +98,7 @@ def test_rotation_and_attention_may_be_one_node(name: str, backend: str) -> None
     expected_loss, expected = one_pass(separate)
     loss, gradients = one_pass(one_node)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    largest = max(gradient.norm() for gradient in expected.values())
-    for parameter, gradient in expected.items():
-        error = (gradients[parameter] - gradient).norm()
-        assert error <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
+    assert_close(gradients, expected, 1e-6, 2.0)
     with torch.no_grad():
         assert one_node(**inputs()).item() / 1000 == pytest.approx(expected_loss, rel=1e-6)
     saving = packed(build(ARCHITECTURES[name], backend=backend))
@@ -118,10 +126,7 @@ def test_losses_and_main_gradients_are_those_of_the_unfused_model(
     tolerance = 1e-5 if dtype == torch.float32 else 0.06
     assert losses == pytest.approx(expected_losses, rel=tolerance)
     assert all(parameter.grad is None for parameter in model.parameters())
-    largest = max(gradient.norm() for gradient in expected.values())
-    for name, gradient in expected.items():
-        error = (gradients[name] - gradient).norm()
-        assert error <= tolerance * (gradient.norm() + 0.01 * largest), name
+    assert_close(gradients, expected, tolerance, 0.01)
 
 
 # ── Generation ──
@@ -130,13 +135,10 @@ def test_losses_and_main_gradients_are_those_of_the_unfused_model(
 def test_generation_uses_the_original_layers(config: dict[str, Any]) -> None:
     """Generation has a cache and no packed documents."""
     texts = []
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     for fused in (True, False):
         hf = build(config)
         packed(hf, fused=fused)
         hf.eval().set_attn_implementation("sdpa")
-        texts.append(
-            hf.generate(
-                torch.tensor([[3, 5, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0
-            )
-        )
+        texts.append(hf.generate(torch.tensor([[3, 5, 7]]), **options))
     assert torch.equal(*texts)
