@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,16 @@ from pretrain.optimizer import muon
 from pretrain.optimizer.muon import Hidden
 from tests.pretrain.verify.faults import Fault
 from tests.pretrain.verify.mutations import FAULTS
-from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run, step_of
+from tests.pretrain.verify.small_runs import (
+    CLIP,
+    LENGTH,
+    MIXTURES,
+    SmallRun,
+    build_run,
+    step_of,
+)
 from tests.pretrain.verify.update_faults import PENALIZED
 
-STALE = "a weight's cached copy is stale in every second step"
 # Expected messages by fault
 LINES = {
     "the norm is not clipped": "exp_avg of",
@@ -43,73 +51,69 @@ LINES = {
     "Muon's weight decay is omitted": "step 1: (?s:.)*weight decay of a matrix in .*down_proj",
     "Muon's weight decay is multiplied by the scale of the update": "weight decay of a matrix in",
     "the momentum of one matrix of Muon stays zero": "momentum of 1 of 7 parameters: .*k_proj",
-    STALE: "products use weights from before the last update: ",
 }
+STALE = "products use weights from before the last update: "
 BY_NAME = {fault.what: fault for fault in FAULTS}
 
 
-def build(accelerator: Accelerator, weights: str, **options: object) -> SmallRun:
-    return build_run(
-        accelerator, "fp32" if weights == "fp32" else "bf16", layers=1, weights=weights, **options
-    )
+@pytest.fixture
+def build(accelerator: Accelerator) -> Callable[..., SmallRun]:
+    """Return a function that builds a run of one layer, in BF16 if its weights are BF16."""
+
+    def build(weights: str = "fp32", kind: str = "qwen3", **options: Any) -> SmallRun:
+        precision = "fp32" if weights == "fp32" else "bf16"
+        return build_run(accelerator, precision, kind, layers=1, weights=weights, **options)
+
+    return build
 
 
 @pytest.mark.parametrize(
-    ("weights", "clip"), [("fp32", None), ("fp32", CLIP), ("bf16", CLIP), ("bf16_exact", CLIP)]
+    ("weights", "kind", "options"),
+    [
+        ("fp32", "qwen3", {"clip": None}),
+        ("fp32", "qwen3", {"clip": CLIP}),
+        ("bf16", "qwen3", {"clip": CLIP}),
+        ("bf16_exact", "qwen3", {"clip": CLIP}),
+        ("fp32", "qwen3", {"loss": PENALIZED}),
+        ("fp32", "qwen3_moe", {"loss": PENALIZED}),
+        ("fp32", "qwen3", {"optimizer": "muon"}),
+        ("bf16_exact", "gpt2", {"optimizer": "muon"}),
+        ("bf16", "qwen3_moe", {"optimizer": "muon"}),
+        pytest.param("bf16_exact", "qwen3_moe", {"optimizer": "muon"}, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_correct_update_passes(
-    accelerator: Accelerator, weights: str, clip: float | None
+    weights: str, kind: str, options: dict, build: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(accelerator, weights, clip=clip).train()
+    if "loss" in options:
+        balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+        monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
+    build(weights, kind, **options).train()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_a_correct_update_with_penalty_and_router_loss_passes(
-    kind: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("packs", "labelled", "packs_a_microbatch"),
+    [
+        ([0, 1, 2, 3], [0], 1),
+        ([0, 1, 2, 3], [3], 1),
+        ([0, 1, 2, 3], [1, 2, 3], 1),
+        ([0, 0, 0, 0], [0, 1, 2, 3], 1),
+        ([0, 0, 1, 1], [0, 1, 2, 3], 1),
+        ([0, 1, 0, 1], [0, 1, 2, 3], 1),
+        # The same packs in another order
+        ([2, 3, 3, 2], [0, 1, 2, 3], 2),
+    ],
+)
+def test_gradients_that_are_bf16_values_pass_if_microbatches_are_equal(
+    packs: list[int], labelled: list[int], packs_a_microbatch: int, build: Callable
 ) -> None:
-    balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
-    monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
-    build_run(accelerator, "fp32", kind, loss=PENALIZED).train()
-
-
-@pytest.mark.parametrize("labelled", [[0], [3], [1, 2, 3]])
-def test_gradients_of_one_labelled_microbatch_may_be_bf16_values(
-    labelled: list[int], accelerator: Accelerator
-) -> None:
-    run = build_run(accelerator, "bf16")
-    packs = [
-        replace(pack, trained=np.full(len(pack.input_ids), number in labelled))
-        for number, pack in enumerate(run.packs)
+    """A microbatch without labels has no gradients, so it does not count."""
+    run = build("bf16")
+    chosen = [
+        replace(run.packs[pack], trained=np.full(LENGTH, number in labelled))
+        for number, pack in enumerate(packs)
     ]
-    run.step = step_of(packs, packs_a_microbatch=1)
-    run.train()
-
-
-@pytest.mark.parametrize("chosen", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]])
-def test_equal_microbatches_pass(chosen: list[int], accelerator: Accelerator) -> None:
-    run = build_run(accelerator, "bf16")
-    run.step = step_of([run.packs[number] for number in chosen], packs_a_microbatch=1)
-    run.train()
-
-
-def test_microbatches_of_the_same_packs_in_another_order_pass(accelerator: Accelerator) -> None:
-    run = build_run(accelerator, "bf16")
-    first, second = run.packs[2:]
-    run.step = step_of([first, second, second, first], packs_a_microbatch=2)
-    run.train()
-
-
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16_exact"])
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
-def test_a_correct_update_by_muon_passes(kind: str, weights: str, accelerator: Accelerator) -> None:
-    run = build_run(
-        accelerator,
-        "fp32" if weights == "fp32" else "bf16",
-        kind,
-        layers=1,
-        weights=weights,
-        optimizer="muon",
-    )
+    run.step = step_of(chosen, packs_a_microbatch)
     run.train()
 
 
@@ -121,8 +125,8 @@ def test_a_correct_update_by_muon_passes(kind: str, weights: str, accelerator: A
         ("an exact weight's low bits are dropped", "weights of a matrix in .*down_proj.weight"),
     ],
 )
-def test_a_fault_of_muons_update_is_named(what: str, line: str, accelerator: Accelerator) -> None:
-    run = build(accelerator, "bf16_exact", optimizer="muon")
+def test_a_fault_of_muons_update_is_named(what: str, line: str, build: Callable) -> None:
+    run = build("bf16_exact", optimizer="muon")
     with BY_NAME[what].entered(run), pytest.raises(TrainingHalted, match=line):
         run.train()
 
@@ -131,8 +135,8 @@ def test_a_fault_of_muons_update_is_named(what: str, line: str, accelerator: Acc
     ("key", "line"),
     [("momentum", "Muon's momentum is 0.5, not 0.95"), ("lr_ratio", "Muon's lr is 0.0005, not")],
 )
-def test_a_wrong_setting_of_muon_is_named(key: str, line: str, accelerator: Accelerator) -> None:
-    run = build(accelerator, "fp32", optimizer="muon")
+def test_a_wrong_setting_of_muon_is_named(key: str, line: str, build: Callable) -> None:
+    run = build(optimizer="muon")
     run.optimizer.param_groups[-1][key] = 0.5
     with pytest.raises(TrainingHalted, match=line):
         run.train()
@@ -142,22 +146,21 @@ def test_a_wrong_setting_of_muon_is_named(key: str, line: str, accelerator: Acce
     ("sides", "name"), [((256, 128), "(gate|up)_proj"), ((128, 256), "down_proj")]
 )
 def test_a_wrong_scale_of_one_shape_is_named_in_the_first_step(
-    sides: tuple[int, int], name: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    sides: tuple[int, int], name: str, build: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale = muon.SCALES["match_rms_adamw"]
     wrong = {"match_rms_adamw": lambda *shape: scale(*shape) * (2 if shape == sides else 1)}
     monkeypatch.setattr(muon, "SCALES", wrong)
     with pytest.raises(TrainingHalted, match=rf"^step 1: (?s:.)*matrix in .*{name}\.weight"):
-        build(accelerator, "fp32", optimizer="muon").train()
+        build(optimizer="muon").train()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_another_order_of_roundings_in_muon_passes(
-    kind: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    build: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = muon.orthogonalize
     monkeypatch.setattr(muon, "orthogonalize", lambda matrices: exact(1.05 * matrices))
-    build_run(accelerator, "fp32", kind, layers=1, optimizer="muon").train()
+    build(kind="qwen3_moe", optimizer="muon").train()
 
 
 def test_later_checks_compare_every_matrix() -> None:
@@ -170,30 +173,23 @@ def test_later_checks_compare_every_matrix() -> None:
 
 def assert_refused(fault: Fault, run: SmallRun) -> None:
     assert fault.applies(run)
-    with fault.entered(run), pytest.raises(TrainingHalted, match=LINES[fault.what]):
+    with fault.entered(run), pytest.raises(TrainingHalted, match=LINES.get(fault.what, STALE)):
         run.train()
 
 
-@pytest.mark.parametrize(
-    ("number", "what"), list(enumerate(what for what in LINES if what != STALE))
-)
-def test_a_fault_of_the_update_is_named(accelerator: Accelerator, number: int, what: str) -> None:
-    """Every fault is tried with one way of storing weights, so that together they cover all ways.
-
-    `tests.pretrain.verify.mutations` tries every fault with all ways.
-    """
+@pytest.mark.parametrize(("number", "what"), enumerate(LINES))
+def test_a_fault_of_the_update_is_named(number: int, what: str, build: Callable) -> None:
+    """Every fault is tried with one way of storing weights. Together they cover all ways."""
     fault = BY_NAME[what]
-    weights = fault.weights[number % len(fault.weights)]
-    assert_refused(fault, build(accelerator, weights, **fault.options))
+    assert_refused(fault, build(fault.weights[number % len(fault.weights)], **fault.options))
 
 
 # Copies that are cast, quantized with a history, in blocks, and transformed.
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8", "nvfp4"])
 def test_a_stale_copy_of_a_weight_is_found(precision: str, accelerator: Accelerator) -> None:
-    options = (
-        {"fused": True}
-        if precision == "bf16"
-        else {"weights": "bf16_exact", "scope": "linear+head"}
-    )
+    options = {"weights": "bf16_exact", "scope": "linear+head"}
+    if precision == "bf16":
+        options = {"fused": True}
     build_run(accelerator, precision, layers=1, recompute=True, **options).train()
-    assert_refused(BY_NAME[STALE], build_run(accelerator, precision, layers=1, **options))
+    run = build_run(accelerator, precision, layers=1, **options)
+    assert_refused(BY_NAME["a weight's cached copy is stale in every second step"], run)

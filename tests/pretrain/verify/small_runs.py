@@ -85,7 +85,8 @@ MIXTURES["afmoe"] = MIXTURES["qwen3_moe"] | {"num_dense_layers": 1}
 UNUSUAL: dict[str, dict[str, Any]] = {
     "mistral": WITHOUT_HEAD_DIM | {"sliding_window": 3 * LENGTH // 8},
     "phimoe": MIXTURES["mixtral"] | {"router_jitter_noise": 0.01, "input_jitter_noise": 0.1},
-    "hrm_text": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    "hrm_text": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    | {"H_cycles": 1, "L_cycles": 2},
 }
 LAYERS = {"gpt2": "n_layer"}
 

@@ -1,12 +1,12 @@
 """Faults are caught by the checks in docs/developers/faults.md, and correct runs pass.
 
-`python -m tests.pretrain.verify.mutations` tries all faults in all precisions.
+`python -m tests.pretrain.verify.mutations` tries all faults in all precisions. These tests and
+tests/pretrain/observe/test_step_check.py try a third of the faults in one precision.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -23,45 +23,29 @@ from tests.pretrain.verify.mutations import (
 )
 from tests.pretrain.verify.small_runs import build_run
 
-# Narrow formats hide faults best, so that most faults are tried in them. The tests of parity and of
-# the update try the rest.
+# Narrow formats hide faults best.
 CAUGHT = [
-    ("a microbatch's gradient is lost", "mxfp4"),
-    ("a quantized weight keeps only the last microbatch's gradient", "delayed"),
-    ("a square weight's gradient is accumulated transposed", "nvfp4"),
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
     ("one layer is skipped", "fp32"),
+    ("the second norm of a fused layer uses the first norm's weight", "bf16"),
     ("a layer is recomputed outside low precision", "delayed"),
     ("the head comes untied from the embedding", "current"),
     ("no scale is updated from the second step on", "delayed"),
     ("values are truncated, not rounded", "current"),
-    ("codes have one mantissa bit too few", "current"),
-    ("nothing is quantized from the second microbatch of a step on", "nvfp4"),
+    ("nothing is quantized from the second microbatch of a step on", "mxfp8"),
     ("a block is decoded with its neighbour's scale", "block"),
-    ("one scale per tensor instead of one per block", "mxfp8"),
-    ("the Hadamard transform is skipped", "nvfp4"),
     ("gradients are rounded to nearest, not stochastically", "mxfp4"),
     ("stochastic rounding rounds up too often, by 3 % of a quantum", "nvfp4"),
     ("ties are rounded away from zero", "mxfp8"),
-    ("the Hadamard transform is applied to one operand only", "nvfp4"),
-    ("the tensor scale is doubled, so that values saturate", "delayed"),
-    ("no token attends further back than half a pack", "bf16"),
-    ("the sliding window is ignored", "bf16"),
     ("the sliding window is one key too wide", "bf16"),
-    ("one token in 64 gets zero weights for its experts", "bf16"),
-    ("one token in 64 is computed by the next experts", "bf16"),
-    ("the penalty's gradient is lost", "mxfp8"),
-    ("the logits' gradient contains only the label's term", "bf16"),
+    ("one token in 64 is routed to the next experts", "bf16"),
+    ("the penalty's gradient is lost", "bf16"),
     ("the first boundary between documents is lost", "bf16"),
     ("the held-out loss includes the penalty", "bf16"),
     ("amax histories have half of their length", "delayed"),
-    ("the last microbatch of a step is dropped", "delayed"),
-    ("the labels are shifted in later chunks of a quantized head", "mxfp8"),
-    ("the input's gradient is halved in later chunks of a quantized head", "delayed"),
+    ("the input's gradient is halved in later chunks of a quantized head", "mxfp8"),
     ("quantized weights' gradients are 8 % too large in later microbatches", "mxfp8"),
-    ("the tokens of the transposed input are shifted in later microbatches", "delayed"),
     ("the forward results of the smallest expert are zero", "mxfp8"),
-    ("the bias of a quantized linear has no gradient", "mxfp8"),
     ("a quantized linear drops its bias", "current"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
@@ -95,34 +79,11 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
     what: str, precision: str, table: dict, accelerator: Accelerator
 ) -> None:
     fault = BY_NAME[what]
-    run = build_run(accelerator, precision, layers=1, **fault.options)
+    checks = table[what, precision].removesuffix(" (fused)")
+    is_fused = checks != table[what, precision]
+    run = build_run(accelerator, precision, layers=1, fused=is_fused, **fault.options)
     assert fault.applies(run)
-    assert named(caught_by(run, fault)) == table[what, precision]
-
-
-@pytest.mark.parametrize(
-    ("precision", "kind", "options"),
-    [
-        ("nvfp4", "llama", {}),
-        ("nvfp4", "gpt2", {}),
-        ("nvfp4", "qwen3_moe", {"disable_rht": True}),
-        ("mxfp8", "llama", {}),
-        ("block", "gpt2", {}),
-        ("delayed", "gemma", {}),
-        ("current", "gpt2", {}),
-        ("mxfp8", "qwen3_moe", {}),
-    ],
-)
-def test_a_correct_model_passes_parity(
-    precision: str, kind: str, options: dict[str, Any], accelerator: Accelerator
-) -> None:
-    scope = {"scope": "linear+head"}
-    parity = build_run(accelerator, precision, kind, layers=1, **scope, **options).parity()
-    assert parity.failures == []
-    linears = {"gpt2": 4, "qwen3_moe": 6}.get(kind, 7)
-    assert len(parity.products) == 3 * (linears + 1), (
-        "forward, dgrad and wgrad of every linear and of the head"
-    )
+    assert named(caught_by(run, fault)) == checks
 
 
 def test_the_table_lists_every_fault_of_every_precision(
