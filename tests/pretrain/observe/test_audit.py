@@ -23,7 +23,6 @@ from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.configuration import load_config
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -36,9 +35,10 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
-from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
+from tests.pretrain.plan.plan_recipe import on_meta
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LENGTH, LLAMA, SmallRun, build_run
 
 FP32 = active_in("fp32", "torch")
@@ -71,13 +71,12 @@ def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) 
     return audit_products(packed, lambda: packed(**inputs), {}, optimizer)
 
 
-@pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize(
-    ("weights", "cast_to", "active", "other"),
+    ("kind", "weights", "cast_to", "active", "other"),
     [
-        (torch.float32, None, FP32, BF16),
-        (torch.float32, torch.bfloat16, BF16, FP32),
-        (torch.bfloat16, None, BF16, FP32),
+        ("qwen3", torch.float32, None, FP32, BF16),
+        ("gpt2", torch.float32, torch.bfloat16, BF16, FP32),
+        ("qwen3", torch.bfloat16, None, BF16, FP32),
     ],
 )
 def test_every_linear_is_listed_and_another_precision_is_rejected(
@@ -96,13 +95,11 @@ def test_every_linear_is_listed_and_another_precision_is_rejected(
         name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear | Conv1D)
     }
     assert {entry["name"] for entry in entries} == expected and len(entries) == LINEARS[kind]
-    assert {entry["module"] for entry in entries} == {
-        "LossHead",
-        "Linear" if kind == "qwen3" else "Conv1D",
-    }
-    assert {f"torch.{entry['stored']}" for entry in entries} == {str(weights)}
-    assert {(entry["requested"], entry["effective"]) for entry in entries} == {
-        (active.requested, active.requested)
+    linear = "Linear" if kind == "qwen3" else "Conv1D"
+    assert {entry["module"] for entry in entries} == {"LossHead", linear}
+    stored, name = str(weights).removeprefix("torch."), active.requested
+    assert {(entry["stored"], entry["requested"], entry["effective"]) for entry in entries} == {
+        (stored, name, name)
     }
     assert f"{len(entries)} of {len(entries)} modules" in refusal(observe, packed, inputs, other)
     assert {module: vars(module).get("forward") for module in packed.modules()} == before
@@ -125,11 +122,8 @@ def test_a_layer_that_computes_in_fp32_is_found(build_model: Callable, inputs: d
 
     layer.forward = in_fp32
     message = refusal(observe, packed, inputs, BF16)
-    assert (
-        "7 of 15" in message
-        and "layers.1.self_attn.q_proj (fp32)" in message
-        and "layers.0" not in message
-    )
+    assert "7 of 15" in message and "layers.0" not in message
+    assert "layers.1.self_attn.q_proj (fp32)" in message
 
 
 def test_unused_linears_and_experts_without_gradient_are_found(
@@ -162,27 +156,21 @@ def test_a_fused_product_in_fp32_or_without_dgrad_is_found(
     monkeypatch.setattr(TorchGemm, "accumulate", Gemm.accumulate)
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
-    def one_product_in_fp32(
-        torch_gemm: TorchGemm, kind: str, left: Tensor, right: Tensor, *rest: Any, **options: Any
-    ) -> Tensor:
-        result = matmul(torch_gemm, kind, left, right, *rest, **options)
+    def one_product_in_fp32(self: TorchGemm, kind: str, *operands: Any, **options: Any) -> Tensor:
         if kind != gemm:
-            return result
-        return matmul(torch_gemm, kind, left.float(), right.float(), torch.float32).bfloat16()
+            return matmul(self, kind, *operands, **options)
+        left, right, *_ = operands
+        return matmul(self, kind, left.float(), right.float(), torch.float32).bfloat16()
 
-    def without_dgrad(
-        torch_gemm: TorchGemm, kind: str, left: Tensor, right: Tensor, *rest: Any, **options: Any
-    ) -> Tensor:
+    def without_dgrad(self: TorchGemm, kind: str, *operands: Any, **options: Any) -> Tensor:
         if kind == "dgrad":
-            return left.new_zeros(len(left), right.shape[1])
-        return matmul(torch_gemm, kind, left, right, *rest, **options)
+            return operands[0].new_zeros(len(operands[0]), operands[1].shape[1])
+        return matmul(self, kind, *operands, **options)
 
     monkeypatch.setattr(TorchGemm, "matmul", one_product_in_fp32)
     message = refusal(observe, packed, inputs, BF16)
-    assert (
-        "14 of 15 modules" in message
-        and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
-    )
+    assert "14 of 15 modules" in message
+    assert "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
     monkeypatch.setattr(TorchGemm, "matmul", without_dgrad)
     assert "q_proj (bf16, dgrad not run)" in refusal(observe, packed, inputs, BF16)
 
@@ -228,10 +216,8 @@ def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
     plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
-    assert (
-        "1 of 15 modules did not compute in this precision: model.layers.1.mlp.up_proj (dgrad bf"
-        in refusal(run.audit)
-    )
+    message = refusal(run.audit)
+    assert "1 of 15" in message and "layers.1.mlp.up_proj (dgrad bf" in message
 
 
 def test_a_backward_in_bf16_is_found(small: Callable) -> None:
@@ -246,11 +232,8 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
 
     module.forward = quantize_forward_only
     message = refusal(run.audit)
-    assert (
-        "1 of 15" in message
-        and "layers.0.mlp.down_proj (dgrad bfloat16 x bfloat16, forward bfloat16 x bfloat16, wgrad"
-        in message
-    )
+    plain = "dgrad bfloat16 x bfloat16, forward bfloat16 x bfloat16, wgrad"
+    assert "1 of 15" in message and f"layers.0.mlp.down_proj ({plain}" in message
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -268,9 +251,8 @@ def test_another_product_in_the_forward_of_a_linear_is_found(
 
     module.forward = with_correction
     found = "forward float32 x float32" if is_quantized else "bfloat16 x float32"
-    assert f"1 of 15 modules did not compute in this precision: {name} ({found})" in refusal(
-        run.audit
-    )
+    message = refusal(run.audit)
+    assert "1 of 15" in message and f"{name} ({found})" in message
 
 
 @pytest.fixture
@@ -283,30 +265,20 @@ def test_experts_and_routers_are_listed_with_their_precision(mixture: Callable) 
 
     The router computes in FP32 on a CPU.
     """
-    entries = {
-        entry["name"]: entry
-        for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()
-    }
+    run = mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",))
+    entries = {entry["name"]: entry for entry in run.audit()}
     gate_up, down, router = (
         entries[f"model.layers.1.mlp.{name}"]
         for name in ("experts.gate_up_proj", "experts.down_proj", "gate")
     )
-    assert (gate_up["effective"], gate_up["stored"], gate_up["module"]) == (
-        "current",
-        "bfloat16",
-        "GroupedExperts",
-    )
+    assert gate_up["module"] == "GroupedExperts" and gate_up["stored"] == "bfloat16"
     assert gate_up["products"]["wgrad"] == "e5m2 tensor-scaled x e4m3 tensor-scaled"
-    assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down[
-        "reason"
-    ]
+    found = {
+        (entry["effective"], entry["backend"], reason in (entry["reason"] or ""))
+        for entry, reason in ((down, "keep_bf16"), (entries["lm_head"], "scope"))
+    }
+    assert found == {("bf16", "torch", True)} and gate_up["effective"] == "current"
     assert router["effective"] == "fp32" and "not a linear" in router["reason"]
-    head = entries["lm_head"]
-    assert (head["requested"], head["effective"], head["backend"]) == (
-        "bf16",
-        "bf16",
-        "torch",
-    ) and "scope" in head["reason"]
     for precision in ("bf16", "current"):  # The router of afmoe contains a linear.
         assert "fp32" in [entry["effective"] for entry in mixture(precision, kind="afmoe").audit()]
 
@@ -329,73 +301,58 @@ def test_layers_whose_shapes_do_not_fit_stay_in_bf16(
         for name, entry in entries.items()
         if entry["effective"] == "bf16"
     }
-    assert kept == dict.fromkeys(
-        ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), "200 is not a multiple of 32"
-    )
+    linears = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert kept == dict.fromkeys(linears, "200 is not a multiple of 32")
 
 
 @pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
 def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: bool) -> None:
     """Such a model would train in BF16 under the name of a low precision."""
-    odd = {
-        "hidden_size": 128,
-        "intermediate_size": 100,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 36,
-    }
-    settings = ModelSettings(
-        config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd}
-    )
-    shapes = model.build_on_meta(load_config(settings))
-    with (
-        pytest.raises(InputError, match="no linear layer of Qwen3ForCausalLM can compute")
-        if refused
-        else nullcontext()
-    ):
-        check_scope(
-            shapes, list(model.decoder_layers(shapes).values()), active_in("block", scope=scope)
-        )
+    odd = {"hidden_size": 128, "intermediate_size": 100, "num_hidden_layers": 1, "head_dim": 36}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    shapes = on_meta({"model_type": "qwen3", "vocab_size": 128, **odd, **heads})
+    layers = list(model.decoder_layers(shapes).values())
+    expected = pytest.raises(InputError, match="no linear layer") if refused else nullcontext()
+    with expected:
+        check_scope(shapes, layers, active_in("block", scope=scope))
 
 
 # ── In training ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("faulty", range(4))
-def test_one_faulty_microbatch_of_a_step_is_found(faulty: int, small: Callable) -> None:
+def test_an_unquantized_microbatch_is_found(small: Callable) -> None:
     run = small("mxfp8", layers=1)
     entries = run.audit()
     run.confirm(entries)
     forward = run.packed.context.forward
-    numbers = count()
-    run.packed.context.forward = lambda **options: (
-        nullcontext() if next(numbers) == faulty else forward(**options)
-    )
-    message = refusal(run.confirm, entries)
-    assert "forward bfloat16 x bfloat16, dgrad not run" in message
-    assert f"in microbatch {faulty + 1} of step 1" in message
+    for faulty in range(4):
+        numbers = count()
+        run.packed.context.forward = lambda numbers=numbers, faulty=faulty, **options: (
+            nullcontext() if next(numbers) == faulty else forward(**options)
+        )
+        message = refusal(run.confirm, entries)
+        assert "forward bfloat16 x bfloat16, dgrad not run" in message
+        assert f"in microbatch {faulty + 1} of step 1" in message
 
 
-@pytest.mark.parametrize("faulty", range(4))
-def test_a_head_that_is_unquantized_in_one_microbatch_is_found(
-    faulty: int, small: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_is_unquantized_in_one_microbatch_is_found(small: Callable) -> None:
     """The head multiplies in two chunks, so the other microbatches have six of its products."""
     run = small("mxfp8", layers=1, packs_a_microbatch=2, loss=LossSettings(chunk=LENGTH))
     entries = run.audit()
     run.confirm(entries)
     head = run.packed.hf.get_output_embeddings()
     forward = head.forward
-    numbers = count()
+    for faulty in (0, 3):
+        numbers = count()
 
-    def faulty_forward(*inputs: Tensor) -> Tensor:
-        is_low = next(numbers) != faulty
-        with overridden(head.state.context, low_precision=is_low):
-            return forward(*inputs)
+        def faulty_forward(*inputs: Tensor, numbers: Any = numbers, faulty: int = faulty) -> Tensor:
+            is_low = next(numbers) != faulty
+            with overridden(head.state.context, low_precision=is_low):
+                return forward(*inputs)
 
-    monkeypatch.setattr(head, "forward", faulty_forward)
-    message = refusal(run.confirm, entries)
-    assert f"in microbatch {faulty + 1} of step 1: lm_head (dgrad not run" in message
+        with overridden(head, forward=faulty_forward):
+            message = refusal(run.confirm, entries)
+        assert f"in microbatch {faulty + 1} of step 1: lm_head (dgrad not run" in message
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])

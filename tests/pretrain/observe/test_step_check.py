@@ -177,7 +177,7 @@ def assert_refused(fault: Fault, run: SmallRun) -> None:
         run.train()
 
 
-@pytest.mark.parametrize(("number", "what"), enumerate(LINES))
+@pytest.mark.parametrize(("number", "what"), list(enumerate(LINES)))
 def test_a_fault_of_the_update_is_named(number: int, what: str, build: Callable) -> None:
     """Every fault is tried with one way of storing weights. Together they cover all ways."""
     fault = BY_NAME[what]
