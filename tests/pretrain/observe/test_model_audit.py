@@ -40,16 +40,9 @@ def gemms(products: Audit) -> dict[str, list[str]]:
 
 
 ALL = ["dgrad", "forward", "wgrad"]
-MLP = ("gate_proj", "up_proj", "down_proj")
-LINEARS = {
-    *(
-        f"model.layers.{i}.mlp.{name}_proj"
-        for i in range(LAYERS)
-        for name in ("gate", "up", "down")
-    ),
-    *(f"model.layers.{i}.self_attn.{name}_proj" for i in range(LAYERS) for name in "qkvo"),
-    "lm_head",
-}
+NAMES = [*(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+NAMES += [f"self_attn.{name}_proj" for name in "qkvo"]
+LINEARS = {"lm_head", *(f"model.layers.{i}.{name}" for i in range(LAYERS) for name in NAMES)}
 
 
 # As many tokens as features, so that the products cannot be told apart by their shapes.
@@ -86,9 +79,17 @@ def test_autocast_and_frozen_weights_are_visible():
     assert found["model.layers.0.mlp.up_proj"] == ["dgrad", "forward"]
 
 
-def test_a_model_that_returns_no_loss_is_refused():
-    with pytest.raises(InputError, match="a function that computes the loss"):
-        audit(nn.Linear(2, 2), {"input": torch.ones(1, 2)})
+@pytest.mark.parametrize(
+    ("model", "batch", "words"),
+    [
+        (nn.Linear(2, 2), {"input": torch.ones(1, 2)}, "a function that computes the loss"),
+        (llama(), {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, "labels"),
+    ],
+    ids=["no loss", "no labels"],
+)
+def test_a_batch_without_a_loss_is_refused(model: nn.Module, batch: dict, words: str):
+    with pytest.raises(InputError, match=words):
+        audit(model, batch)
 
 
 def test_gradients_are_restored():
@@ -241,8 +242,3 @@ def test_the_table_joins_equal_layers():
         *("model.layers.*.self_attn.q_proj", "Linear", "forward"),
         *("float32", "float32", "aten.mm", "2"),
     ]
-
-
-def test_a_batch_without_labels_is_refused():
-    with pytest.raises(InputError, match="labels"):
-        audit(llama(), {"input_ids": torch.randint(64, (1, 4))})

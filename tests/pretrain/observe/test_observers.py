@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foundation.overrides import overridden
 from packing.batch import StepBatches
 from pretrain.observe.observers import Observer, Observers, Step, StepWatch, is_due
 from pretrain.precision.schedule import PrecisionSchedule
@@ -50,17 +51,12 @@ class Recorder(Observer):
         return self.enclosing("update")
 
 
-def observers_of(
-    schedule: PrecisionSchedule,
-    *observers: Observer,
-    resumed_step: int = 0,
-    statistics_every: int | None = 100,
-) -> Observers:
-    return Observers(observers, schedule, resumed_step, statistics_every)
-
-
-def steps_described(observers: Observers, recorder: Recorder, numbers: range) -> list[Step]:
-    recorder.steps = []
+def steps_described(
+    schedule: PrecisionSchedule, numbers: range, *, resumed_step: int = 0, every: int | None = 100
+) -> list[Step]:
+    """Return the steps that an observer is asked about."""
+    recorder = Recorder("a", [])
+    observers = Observers([recorder], schedule, resumed_step, every)
     for number in numbers:
         with observers.step(number):
             pass
@@ -75,14 +71,12 @@ THREE_PHASES = PrecisionSchedule(
 
 
 def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
-    recorder = Recorder("a", [])
-    observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
-    steps = steps_described(observers, recorder, range(3, 12))
+    steps = steps_described(TWO_PHASES, range(3, 12), resumed_step=2)
     assert [step.number for step in steps if step.is_new] == [3, 4, 6, 7]
     assert [step.number for step in steps if step.measures_operands] == []
     assert [step.number for step in steps if step.is_quantized] == [3, 4, 5]
-    observers = observers_of(TWO_PHASES, recorder, resumed_step=9)  # as a rollback makes them
-    steps = steps_described(observers, recorder, range(10, 14))
+    # As a rollback makes the observers
+    steps = steps_described(TWO_PHASES, range(10, 14), resumed_step=9)
     assert [step.number for step in steps if step.is_new] == [10, 11]
 
 
@@ -90,9 +84,7 @@ def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
 def test_operands_are_measured_at_a_precisions_start_and_every_n_steps(
     number: int, every: int | None
 ) -> None:
-    recorder = Recorder("a", [])
-    observers = observers_of(THREE_PHASES, recorder, statistics_every=every)
-    (step,) = steps_described(observers, recorder, range(number, number + 1))
+    (step,) = steps_described(THREE_PHASES, range(number, number + 1), every=every)
     is_multiple = every is not None and number % every == 0
     assert is_due(number, every) == is_multiple
     is_measured = number in (1, 9) or (is_multiple and number <= 12)
@@ -101,27 +93,20 @@ def test_operands_are_measured_at_a_precisions_start_and_every_n_steps(
 
 def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
     calls: list[str] = []
-    observers = observers_of(
-        TWO_PHASES, Recorder("a", calls), Recorder("b", calls), Recorder("idle", calls, due=False)
-    )
-    with observers.step(3) as watch:
+    observers = [Recorder("a", calls), Recorder("b", calls), Recorder("idle", calls, due=False)]
+    with Observers(observers, TWO_PHASES, 0, None).step(3) as watch:
         with watch.passes(BATCHES, 0), watch.first_microbatch():
             pass
         assert watch.metrics() == {"a": 3, "b": 3}
         with watch.update(0.1, 2, {}):
             pass
-    nested = [
-        ["whole step"],
-        ["passes", "first microbatch", "first microbatch ends", "passes ends"],
-        ["update", "update ends"],
-        ["whole step ends"],
+    assert calls == [
+        *("a whole step", "b whole step"),
+        *("a passes", "b passes", "a first microbatch", "b first microbatch"),
+        *("b first microbatch ends", "a first microbatch ends", "b passes ends", "a passes ends"),
+        *("a update", "b update", "b update ends", "a update ends"),
+        *("b whole step ends", "a whole step ends"),
     ]
-    expected = []
-    for group in nested:
-        for hook in group:
-            order = "ba" if hook.endswith("ends") else "ab"
-            expected += [f"{name} {hook}" for name in order]
-    assert calls == expected
 
 
 def test_a_step_without_observers_is_unchanged() -> None:
@@ -139,11 +124,8 @@ def test_an_error_in_an_observer_exits_the_outer_observers() -> None:
 
         @contextmanager
         def passes(self, step, batches, place):
-            self.is_entered = True
-            try:
+            with overridden(self, is_entered=True):
                 yield
-            finally:
-                self.is_entered = False
 
     class Failing(Observer):
         @contextmanager
