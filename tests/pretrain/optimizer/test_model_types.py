@@ -23,115 +23,28 @@ from pretrain.precision.scope import LINEARS
 from pretrain.settings.recipe import LossSettings
 
 # The language models of transformers that `check_architecture` accepts.
-TRAINED = [
-    "afmoe",
-    "apertus",
-    "arcee",
-    "aria_text",
-    "beam",
-    "bitnet",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "ctrl",
-    "cwm",
-    "diffllama",
-    "doge",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt-sw3",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "granite",
-    "granitemoe",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "helium",
-    "hrm_text",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "jetmoe",
-    "kolibri1",
-    "laguna",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "llama",
-    "mellum",
-    "minimax",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "moshi",
-    "nanochat",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "opt",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "starcoder2",
-    "vaultgemma",
-]
+NAMES = """
+afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama doge
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text
+gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe
+granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum
+minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat nemotron
+olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+smollm3 solar_open starcoder2 vaultgemma
+"""
+TRAINED = NAMES.split()
 # Values of the keys that a configuration has, under any of their names.
 SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "shared_intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "n_embd": 64,
-    "n_head": 4,
-    "n_layer": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "attention_dropout": 0.0,
-    "attn_pdrop": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_qk_norm": True,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
+    **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
+    **{"moe_intermediate_size": 48, "shared_intermediate_size": 56},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"n_embd": 64, "n_head": 4, "n_layer": 2},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "attention_dropout": 0.0, "attn_pdrop": 0.0},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_qk_norm": True},
+    **dict.fromkeys(("logit_scale", "logits_scaling"), 1.0),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping")),
 }
 # Types that train if all layers are of this kind.
 MIXED_LAYERS = {"granitemoehybrid", "lfm2_moe", "lfm3", "minimax"}
@@ -139,15 +52,7 @@ MIXED_LAYERS = {"granitemoehybrid", "lfm2_moe", "lfm3", "minimax"}
 IN_LAYER = re.compile(r"\.\d+\.")
 ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
 # Types that train, but whose layers stack matrices in a layout that Muon does not know.
-UNKNOWN_LAYOUTS = {
-    "aria_text",
-    "ctrl",
-    "gpt_bigcode",
-    "gpt_neox",
-    "jetmoe",
-    "persimmon",
-    "phi3",
-}
+UNKNOWN_LAYOUTS = {"aria_text", "ctrl", "gpt_bigcode", "gpt_neox", "jetmoe", "persimmon", "phi3"}
 
 
 def built(model_type: str) -> PreTrainedModel:

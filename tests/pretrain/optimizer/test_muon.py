@@ -13,13 +13,7 @@ from foundation.errors import InputError
 from pretrain.optimizer import muon
 from pretrain.optimizer.adamw import set_learning_rate, set_updates_done
 from pretrain.optimizer.exact_weights import master_of, split
-from pretrain.optimizer.muon import (
-    Hidden,
-    Muon,
-    hidden_parameters,
-    orthogonalize,
-    share,
-)
+from pretrain.optimizer.muon import Hidden, Muon, hidden_parameters, orthogonalize, share
 from pretrain.settings.recipe import OptimizerSettings
 from tests.pretrain.plan.plan_recipe import on_meta
 
@@ -71,8 +65,8 @@ def test_fp32_and_exact_bf16_follow_torchs_muon(adjust: str) -> None:
     reference = torch.optim.Muon(masters, lr=RATE, weight_decay=DECAY, adjust_lr_fn=adjust)
     plain = muon_of(whole(fp32), adjust)
     exact = muon_of(whole(bf16), adjust)
-    for step in range(100):
-        rate = RATE * (1 - step / 100)
+    for step in range(30):
+        rate = RATE * (1 - step / 30)
         reference.param_groups[0]["lr"] = rate
         for optimizer in (plain, exact):
             set_learning_rate(optimizer, rate / 10)
@@ -131,6 +125,19 @@ def test_split_returns_a_view_of_all_values(
     assert not item.parameter.any()
 
 
+MIXTURE = {
+    **{"model_type": "qwen3_moe", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4},
+    **{"intermediate_size": 24, "moe_intermediate_size": 16},
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def hidden_by_name(hf: PreTrainedModel) -> dict[str, Hidden]:
+    names = {parameter: name for name, parameter in hf.named_parameters()}
+    return {names[item.parameter]: item for item in hidden_parameters(hf)}
+
+
 def test_queries_keys_values_gate_and_up_are_separate_matrices() -> None:
     config = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 16}
     attention = hidden_by_name(on_meta({"model_type": "gpt2", **config}))
@@ -143,67 +150,34 @@ def test_queries_keys_values_gate_and_up_are_separate_matrices() -> None:
     assert gate_up.shape == (4 * 2, 16, 8)
     weight = torch.arange(4 * 32 * 8).view(4, 32, 8)
     assert torch.equal(gate_up.split(weight)[3], weight[1, 16:])
-
-
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 16,
-}
-
-
-def hidden_by_name(hf: PreTrainedModel) -> dict[str, Hidden]:
-    names = {parameter: name for name, parameter in hf.named_parameters()}
-    return {names[item.parameter]: item for item in hidden_parameters(hf)}
+    single = hidden_by_name(on_meta(MIXTURE | {"num_experts": 1, "num_experts_per_tok": 1}))
+    assert single["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 16, 8)
 
 
 def test_embeddings_head_norms_and_routers_are_left_to_adamw() -> None:
     hf = on_meta(MIXTURE)
-    hidden = hidden_by_name(hf)
-    others = {
-        name.rpartition("layers.0.")[2]
-        for name in dict(hf.named_parameters())
-        if name not in hidden
-    }
-    assert others == {
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "lm_head.weight",
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        "self_attn.q_norm.weight",
-        "self_attn.k_norm.weight",
-        "mlp.gate.weight",
-    }
-
-
-def test_a_single_expert_is_left_to_muon() -> None:
-    hidden = hidden_by_name(on_meta(MIXTURE | {"num_experts": 1, "num_experts_per_tok": 1}))
-    assert hidden["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 16, 8)
-
-
-def test_a_model_without_matrices_for_muon_is_refused() -> None:
-    sizes = {"n_embd": 8, "dff": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
-    with pytest.raises(InputError, match="CTRLLMHeadModel has no decoder layers with matrices"):
-        hidden_parameters(on_meta({"model_type": "ctrl", **sizes}))
+    names = dict(hf.named_parameters()).keys() - hidden_by_name(hf).keys()
+    layer = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    others = [*("embed_tokens", "norm"), *(f"layers.0.{name}" for name in (*layer, "mlp.gate"))]
+    assert names == {"lm_head.weight", *(f"model.{name}.weight" for name in others)}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("gpt_neox", "query_key_value"), ("phi3", "qkv_proj"), ("gpt_oss", "gate_up_proj")],
+    ("model_type", "words"),
+    [
+        ("ctrl", "CTRLLMHeadModel has no decoder layers with matrices"),
+        ("gpt_neox", "the layout of the matrices in .*query_key_value is not known"),
+        ("phi3", "the layout of the matrices in .*qkv_proj is not known"),
+        ("gpt_oss", "the layout of the matrices in .*gate_up_proj is not known"),
+    ],
 )
-def test_matrices_in_an_unknown_layout_are_refused(model_type: str, name: str) -> None:
+def test_a_model_with_unknown_or_without_matrices_is_refused(model_type: str, words: str) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
-    with pytest.raises(InputError, match=f"the layout of the matrices in .*{name} is not known"):
+    if model_type == "ctrl":
+        sizes = {"n_embd": 8, "dff": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
+        heads = {}
+    with pytest.raises(InputError, match=words):
         hidden_parameters(on_meta({"model_type": model_type, **sizes, **heads}))
 
 
@@ -224,22 +198,31 @@ def test_ranks_have_equal_shares_and_batches_of_equal_shape() -> None:
     assert len({tuple(item.shape for item in of_rank) for of_rank in of_ranks}) == 1
 
 
-def test_a_batch_has_a_limited_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "BATCH", 2 * 8 * 8)
+@pytest.mark.parametrize(
+    ("matrices", "ranks", "rounds"),
+    [
+        (2, 1, [[1], [2], [2], [1]]),
+        # Rounds in which a rank has no batch, or a smaller one
+        (2, 2, [[1], [2, 2], [1]]),
+        (3, 4, [[1], [2, 2, 1]]),
+    ],
+)
+def test_rounds_have_batches_of_a_limited_number_of_values(
+    matrices: int, ranks: int, rounds: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "BATCH", matrices * 8 * 8)
     hidden = [Hidden(nn.Parameter(torch.empty(8, 8)), 1) for _ in range(5)]
     hidden.append(Hidden(nn.Parameter(torch.empty(64, 8)), 1))
-    assert [len(batches[0]) for batches in share(hidden, 1)] == [1, 2, 2, 1]
-    rounds = list(share(hidden, 2))
-    assert [list(map(len, batches)) for batches in rounds] == [[1], [2, 2], [1]]
-    shared = [item for batches in rounds for batch in batches for item in batch]
+    of_rounds = list(share(hidden, ranks))
+    assert [list(map(len, batches)) for batches in of_rounds] == rounds
+    shared = [item for batches in of_rounds for batch in batches for item in batch]
     assert len(shared) == len({*shared}) == len(hidden)
 
 
 def test_the_rounds_of_a_shape_have_batches_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "BATCH", 3 * 8 * 8)
     hidden = [Hidden(nn.Parameter(torch.empty(8, 8)), 1) for _ in range(8)]
-    rounds = [list(map(len, batches)) for batches in share(hidden, 2)]
-    assert rounds == [[2, 2], [2, 2]]
+    assert [list(map(len, batches)) for batches in share(hidden, 2)] == [[2, 2], [2, 2]]
 
 
 # ── State, settings and the built optimizer ──
