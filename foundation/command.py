@@ -107,7 +107,6 @@ def run_command(command: Callable[[], int | None]) -> int:
     exit status to this file, unless `command` returns None. A batch script needs this file, because
     `accelerate launch` exits with 1 for every failure.
     """
-    _open_streams()
     try:
         status = command()
         # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.
@@ -127,19 +126,6 @@ def run_command(command: Callable[[], int | None]) -> int:
     return status or 0
 
 
-def _open_streams() -> None:
-    """Open the null device in place of each standard stream that the shell has closed (`>&-`).
-
-    Otherwise the stream is None, and the next opened file gets the descriptor of the stream.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # The system chooses the lowest free descriptor, which is that of the closed stream.
-            stream = open(os.devnull, "r+")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
-
-
 def _write_status(status: int) -> None:
     """Write an exit status to the file that PRETRAIN_STATUS_FILE names, on global rank 0.
 
@@ -149,10 +135,7 @@ def _write_status(status: int) -> None:
     path = os.environ.get("PRETRAIN_STATUS_FILE")
     if path and os.environ.get("RANK", "0") == "0":
         try:
-            # Without O_NONBLOCK, opening a named pipe would wait for its reader.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
-            with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
-                file.write(f"{status}\n")
+            Path(path).write_text(f"{status}\n", encoding="utf-8")
         except OSError as error:
             _print_error(
                 f"warning: PRETRAIN_STATUS_FILE: the status {status} is not written: {error}"

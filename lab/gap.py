@@ -17,12 +17,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.overrides import overridden
-from foundation.units import UNKNOWN, markdown, percent, signed
+from foundation.units import UNKNOWN, markdown, signed
 from packing.batch import Batching, Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.launch.environment import with_precision
 from pretrain.model.distributed import as_launched, end_processes
-from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import compute_microbatch
@@ -65,55 +64,44 @@ def main(options: argparse.Namespace) -> int:
 
 def compute(
     batch: Sequence[Microbatch], job: Job, assembly: Assembly, accelerator: Accelerator
-) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss and the gradients of a batch in the model's present precision.
 
     Gradients have the same scale as in training, because the histories of delayed scaling contain
     gradients of this scale. All ranks must call this function.
 
-    Return the mean loss, this rank's gradients or shards of gradients by the names of parameters,
-    and the experts that this rank's tokens choose [tokens, choices] in each microbatch and layer.
+    Return the mean loss, and this rank's gradients or shards of gradients by the names of
+    parameters.
     """
     packed = assembly.model
     packed.train()
     # The sum of the losses, and the number of labels.
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    choices: list[Tensor] = []
     for index, microbatch in enumerate(batch):
         seed_step(job.recipe.seed, index, accelerator.process_index)
-        with recording_choices(packed) as recorded:
-            scale = 1 / job.plan.tokens_per_step
-            sums[0] += compute_microbatch(packed, accelerator, microbatch, scale)
+        scale = 1 / job.plan.tokens_per_step
+        sums[0] += compute_microbatch(packed, accelerator, microbatch, scale)
         sums[1] += microbatch.valid_tokens
-        # A recomputed layer repeats the choices of its first forward.
-        choices += [first for first, *_ in recorded]
     loss, labels = accelerator.reduce(sums, reduction="sum").tolist()
     gradients = gradients_of(packed.hf)
     copies = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
     clear_gradients(assembly.optimizer, packed)
-    return loss / labels, copies, choices
+    return loss / labels, copies
 
 
 def describe(
-    low: tuple[float, dict[str, Tensor], list[Tensor]],
-    in_bf16: tuple[float, dict[str, Tensor], list[Tensor]],
+    low: tuple[float, dict[str, Tensor]],
+    in_bf16: tuple[float, dict[str, Tensor]],
     assembly: Assembly,
     accelerator: Accelerator,
 ) -> str:
     """Return the distances of two results of `compute`, with a table of the gradients by layer.
 
-    In a mixture of experts, the text has the share of the choices that BF16 does not make for the
-    same token. All ranks must call this function.
+    All ranks must call this function.
     """
-    loss, gradients, choices = low
-    bf16_loss, bf16_gradients, bf16_choices = in_bf16
+    loss, gradients = low
+    bf16_loss, bf16_gradients = in_bf16
     text = f"loss {loss:.6f}, {signed(loss - bf16_loss, 6)} nats from BF16's"
-    if choices:
-        # [tokens, choices, choices in BF16]
-        matches = torch.cat(choices)[:, :, None] == torch.cat(bf16_choices)[:, None]
-        other = 1 - matches.any(2).double().mean()
-        share = accelerator.reduce(other, reduction="mean").item()
-        text += f"; {percent(share)} of the choices of experts differ"
     layers = decoder_layers(assembly.hf)
     products: dict[str, Tensor] = {}
     for name, gradient in gradients.items():

@@ -15,7 +15,6 @@ from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
 from tests.conftest import Finished, contents
 from tests.lab.made_runs import rows_of
-from tests.launcher.conftest import with_experts
 
 LAYER = "model.layers.1"
 
@@ -102,14 +101,3 @@ def test_both_sides_have_the_same_dropout_masks(
     rows = rows_of(output)
     for mxfp4, delayed in (rows["transformer.h.1"], rows["all"]):
         assert 0.9 < float(mxfp4[1]) < float(delayed[1]) < 1
-
-
-def test_the_gap_of_a_mixture_counts_choices_that_differ(
-    started: Callable, small_recipe: dict[str, Any], gap_of: Callable[..., str]
-) -> None:
-    """The layers are recomputed, so they choose experts twice."""
-    config = with_experts(small_recipe["model"]["config"])
-    small_recipe["model"] = {"config": config, "gradient_checkpointing": "full"}
-    output = gap_of(started("run", "precision=delayed"))
-    share = re.search(r"; ([\d.]+) % of the choices of experts differ", output)
-    assert share and 0 < float(share[1]) < 20
