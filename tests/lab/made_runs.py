@@ -42,23 +42,11 @@ def make_run(
     1.
     """
     path.mkdir(parents=True)
+    steady = {"learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 100.0, "data_wait_ms": 1.0}
+    steady |= {"tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
+    steady |= {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
     records = [
-        {
-            "step": step,
-            "tokens": 4096 * step,
-            "epoch": step / 4,
-            "loss": loss,
-            "learning_rate": 1e-3,
-            "gradient_norm": 1.0,
-        }
-        | {
-            "step_ms": 100.0,
-            "data_wait_ms": 1.0,
-            "tokens_per_second": 10_240.0,
-            "memory_gib": 0.5,
-            "recompiles": 0,
-        }
-        | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
+        {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss} | steady
         for step, loss in enumerate(losses, start=first_step)
     ]
     # Runs of earlier versions have this event.
@@ -99,6 +87,12 @@ def note(path: Path, **keys: object) -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Add a line to the metrics of a run."""
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def leave_behind(
     cell: Cell, steps: int = 12, *, held_out: float | None = None, done: bool = True, **figures: Any
 ) -> None:
@@ -110,15 +104,9 @@ def leave_behind(
     figures = {"epoch": 0.1, "loss": 2.0, "step_ms": 10.0, "memory_gib": 1.0} | figures
     lines = [{"step": step, "tokens": 256 * step} | figures for step in range(1, steps + 1)]
     if held_out is not None:
-        lines.append(
-            {
-                "step": steps,
-                "event": "evaluation",
-                "held_out_loss": held_out,
-                "held_out_perplexity": 2.7,
-                "held_out_packs": cell.recipe.evaluate.packs or 8,
-            }
-        )
+        evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7}
+        evaluated["held_out_packs"] = cell.recipe.evaluate.packs or 8
+        lines.append({"step": steps, "event": "evaluation"} | evaluated)
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml_of(resolved(cell.recipe)))
     environment = {"horizon": cell.recipe.train.steps or steps, "data_fingerprint": "ab12"}

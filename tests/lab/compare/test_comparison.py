@@ -61,6 +61,7 @@ def test_a_failed_run_has_no_difference_and_is_named(tmp_path):
 
 
 def test_only_speeds_of_hardware_on_equal_machines_are_compared(tmp_path):
+    """Software versions may differ."""
     h200 = {"gpus": ["NVIDIA H200"], "accelerate": {"processes": 2, "device": "cuda"}}
     environments = {
         "a": h200 | {"packages": {"torch": "2.11"}},
@@ -71,21 +72,16 @@ def test_only_speeds_of_hardware_on_equal_machines_are_compared(tmp_path):
     }
     runs = []
     for name, environment in environments.items():
-        path = make_run(
-            tmp_path / name, audit={"backend": "emulation" if name == "emulated" else "torch"}
-        )
-        (path / "environment.json").write_text(
-            json.dumps({"data_fingerprint": "ab12"} | environment)
-        )
+        engine = "emulation" if name == "emulated" else "torch"
+        path = make_run(tmp_path / name, audit={"backend": engine})
+        text = json.dumps({"data_fingerprint": "ab12"} | environment)
+        (path / "environment.json").write_text(text)
         runs.append(read_run(path))
-    speedups = [compared.speedup for compared in compare(runs)]
-    assert speedups == [None, 1.0, None, None, None], "software versions may differ"
+    assert [compared.speedup for compared in compare(runs)] == [None, 1.0, None, None, None]
 
 
 def test_every_run_has_its_own_label_and_line(tmp_path: Path):
-    runs = [
-        trained(tmp_path / f"{place}" / "run", (3.0, 2.0), f"seed={place}") for place in range(12)
-    ]
+    runs = [trained(tmp_path / f"{i}" / "run", (3.0, 2.0), f"seed={i}") for i in range(12)]
     compared_runs = compare(runs)
     assert len({(compared.colour, compared.dash) for compared in compared_runs}) == 12
     assert len({compared.label for compared in compared_runs}) == 12
@@ -93,15 +89,10 @@ def test_every_run_has_its_own_label_and_line(tmp_path: Path):
 
 def test_a_run_is_compared_with_the_baseline_run_of_its_seed(tmp_path: Path):
     levels = {("bf16", 1): 3.0, ("bf16", 2): 4.0, ("delayed", 1): 3.1, ("delayed", 2): 4.2}
-    runs = [
-        trained(
-            tmp_path / f"{precision}-seed={seed}",
-            [level] * 4,
-            f"seed={seed}",
-            f"precision={precision}",
-        )
-        for (precision, seed), level in levels.items()
-    ]
+    runs = []
+    for (precision, seed), level in levels.items():
+        settings = (f"seed={seed}", f"precision={precision}")
+        runs.append(trained(tmp_path / f"{precision}-seed={seed}", [level] * 4, *settings))
     compared_runs = compare(runs)
     assert [compared.is_baseline for compared in compared_runs] == [True, True, False, False]
     assert [compared.loss_gap for compared in compared_runs[2:]] == pytest.approx([0.1, 0.2])

@@ -16,7 +16,7 @@ from lab.compare.fairness import (
     why_not_paired,
 )
 from pretrain.metrics.run_record import RunRecord, read_run
-from tests.lab.made_runs import make_run, trained
+from tests.lab.made_runs import append, make_run, trained
 
 
 def with_past(path: Path, **past: object) -> RunRecord:
@@ -52,28 +52,20 @@ def test_runs_on_other_or_unknown_data_are_refused(tmp_path):
 
 
 def test_runs_may_differ_in_precision_and_in_how_they_were_run(tmp_path):
-    settings = [
-        "precision=delayed",
-        "weights=bf16_exact",
-        "fp8_config.scope=linear+head",
-        "fp8_config.margin=1",
-        "batch.microbatch=4",
-        "model.compile=none",
-        "log.every=7",
-        "checkpoint.every=9",
-        "data.packs=elsewhere",
-    ]
-    first = trained(tmp_path / "first")
-    check_comparable([first, trained(tmp_path / "second", (4.0, 3.0), *settings)])
+    settings = (
+        "precision=delayed weights=bf16_exact fp8_config.scope=linear+head fp8_config.margin=1"
+    )
+    settings += " batch.microbatch=4 model.compile=none log.every=7 data.packs=x"
+    second = trained(tmp_path / "second", (4.0, 3.0), *settings.split())
+    check_comparable([trained(tmp_path / "first"), second])
 
 
 def test_adamw_and_muon_differ_in_the_settings_that_differ(tmp_path):
-    runs = [
-        trained(tmp_path / "a"),
-        trained(tmp_path / "b", (4.0, 3.0), "optimizer.name=muon", "optimizer.muon.momentum=0.9"),
-    ]
-    assert distinguishing_keys(runs) == ["optimizer.muon.momentum", "optimizer.name"]
-    check_comparable(runs, ["optimizer.name", "optimizer.muon.momentum"])
+    muon = ("optimizer.name=muon", "optimizer.muon.momentum=0.9")
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", (4.0, 3.0), *muon)]
+    keys = ["optimizer.muon.momentum", "optimizer.name"]
+    assert distinguishing_keys(runs) == keys
+    check_comparable(runs, keys)
 
 
 def test_varied_keys_and_sections_may_differ(tmp_path):
@@ -89,9 +81,8 @@ def test_varied_keys_and_sections_may_differ(tmp_path):
 
 def test_settings_changed_by_a_resume_make_another_training(tmp_path):
     plain = trained(tmp_path / "plain")
-    changed = with_past(
-        make_run(tmp_path / "changed"), changed=[{"step": 2, "was": {"precision": "delayed"}}]
-    )
+    changes = [{"step": 2, "was": {"precision": "delayed"}}]
+    changed = with_past(make_run(tmp_path / "changed"), changed=changes)
     with pytest.raises(InputError, match="`precision`: bf16 and delayed to step 2, then bf16"):
         check_comparable([plain, changed])
     assert "delayed to step 2" in changed.changed_settings["precision"]
@@ -103,14 +94,9 @@ def test_only_runs_that_see_the_same_data_in_each_step_are_paired(tmp_path):
         """Return a run with a rollback at `step`, of which `left_out` counts skipped steps."""
         folder = make_run(tmp_path / name)
         before, after = (folder / "metrics.jsonl").read_text().split('{"step": 3')
-        event = {
-            "step": step,
-            "event": "rollback",
-            "resumed_from": step - 1,
-            "rollbacks": 1,
-            "left_out": left_out,
-        }
-        (folder / "metrics.jsonl").write_text(f'{before}{json.dumps(event)}\n{{"step": 3{after}')
+        event = {"step": step, "event": "rollback", "resumed_from": step - 1, "rollbacks": 1}
+        line = json.dumps(event | {"left_out": left_out})
+        (folder / "metrics.jsonl").write_text(f'{before}{line}\n{{"step": 3{after}')
         return with_past(folder, left_out=past)
 
     plain = trained(tmp_path / "plain")
@@ -130,11 +116,9 @@ def test_held_out_losses_are_compared_only_on_the_same_packs(tmp_path):
         name: str, fingerprint: str, held_out: str, packs: int = 4, labels: int = 900
     ) -> RunRecord:
         path = make_run(tmp_path / name, fingerprint=fingerprint, held_out=False)
-        evaluation = {"step": 4, "event": "evaluation", "held_out_loss": 2.0}
-        evaluation |= {"held_out_fingerprint": held_out, "held_out_packs": packs}
-        evaluation["held_out_tokens"] = labels
-        with (path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(evaluation) + "\n")
+        evaluated = {"held_out_fingerprint": held_out, "held_out_packs": packs}
+        evaluated |= {"held_out_loss": 2.0, "held_out_tokens": labels}
+        append(path, {"step": 4, "event": "evaluation"} | evaluated)
         return read_run(path)
 
     base = evaluated_on("base", "ab12", "ef56")

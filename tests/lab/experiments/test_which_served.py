@@ -6,19 +6,18 @@ import json
 import shlex
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from foundation.errors import InputError
-from lab.compare.differences import BETTER, LossDifference, Sample
+from lab.compare.differences import BETTER
 from lab.experiments import matrix_run, which
 from lab.experiments.protocol import Protocol
-from lab.experiments.verdicts import USE, Verdict, gain_interval, tokens_for
+from lab.experiments.verdicts import USE, Verdict
 from lab.experiments.which_answer import answer
 from lab.experiments.which_trainings import WhichTrainings
 from pretrain.__main__ import main
@@ -80,7 +79,7 @@ def served_record(run_dir: Path) -> dict[str, Any]:
     return served
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_candidates_are_judged_as_served_and_resumed(
     ask: Callable[..., int],
     tmp_path: Path,
@@ -292,38 +291,6 @@ def test_the_recommended_command_trains_the_candidate(
         assert trained.evaluate.merge == cell.recipe.evaluate.merge
         assert trained.checkpoint.every == cell.recipe.checkpoint.every or name == "tail"
         check_settings(trained.model_copy(update={"train": TrainSettings(steps=80)}), "bf16", 1)
-
-
-def test_a_lower_served_loss_is_a_gain() -> None:
-    names = ["bf16", "tail"]
-    protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 100, 20)
-    served = replace(protocol, served="nvfp4")
-    assert tokens_for(protocol, -0.02, -0.2) == 1
-    assert tokens_for(served, -0.02, -0.2) == pytest.approx(np.exp(-0.1))
-    assert tokens_for(replace(protocol, settings={"tail": {}}), -0.02, -0.2) < 1
-    # The interval contains the gain at all ends of the intervals of loss and slope.
-    loss = LossDifference({1: -0.020, 2: -0.021, 3: -0.019, 4: -0.020}, 2.0)
-    slope = Sample({1: -0.20, 2: -0.21, 3: -0.19, 4: -0.20})
-    speed = Sample(dict.fromkeys(range(1, 5), 1.0))
-    low, high = gain_interval(served, loss, slope, speed)
-    ends = [
-        1 / tokens_for(served, of_loss, of_slope)
-        for of_loss in loss.interval(protocol.error)
-        for of_slope in slope.interval(protocol.error)
-    ]
-    assert [low, high] == pytest.approx([min(ends), max(ends)]) and low > 1
-
-
-def test_a_gain_after_a_checkpoint_leaves_one_step() -> None:
-    """The loss falls by more than all steps after the checkpoint lower it."""
-    names = ["bf16", "tail"]
-    protocol = Protocol("step", 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 1000, 900, "nvfp4")
-    assert tokens_for(protocol, -0.001, -0.2) == pytest.approx(1 - 10 * (1 - np.exp(-0.005)))
-    assert tokens_for(protocol, -0.04, -0.2) == 1 / 100
-    loss = LossDifference({1: -0.040, 2: -0.041, 3: -0.039, 4: -0.040}, 2.0)
-    slope = Sample({1: -0.20, 2: -0.21, 3: -0.19, 4: -0.20})
-    low, high = gain_interval(protocol, loss, slope, Sample(dict.fromkeys(range(1, 5), 1.0)))
-    assert 1 < low <= high
 
 
 def test_plans_of_earlier_versions_can_be_read() -> None:
