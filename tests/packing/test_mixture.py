@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -39,13 +38,8 @@ def values(
         {"source": str(web), "weight": 0.7},
         {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
     ]
-    options = {"length": 64, "held_out": 0.1}
-    return {
-        "packs": str(folder / "packs"),
-        "sources": both,
-        "tokenizer": str(tokenizer_file),
-        **options,
-    }
+    options = {"length": 64, "held_out": 0.1, "tokenizer": str(tokenizer_file)}
+    return {"packs": str(folder / "packs"), "sources": both, **options}
 
 
 @pytest.fixture(scope="module")
@@ -61,35 +55,25 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
 ) -> None:
     packs = open_packs(data, "train")
     held_out = open_packs(data, "held_out")
-    assert isinstance(packs, MixedPacks) and list(packs.by_source) == ["web", "short"] == list(
-        held_out.by_source
-    )
-    assert len(packs) == sum(len(part) for part in packs.by_source.values())
-    assert (
-        packs[len(packs.by_source["web"])].input_ids.tolist()
-        == packs.by_source["short"][0].input_ids.tolist()
-    )
+    assert isinstance(packs, MixedPacks)
+    assert list(packs.by_source) == list(held_out.by_source) == ["web", "short"]
+    web, short = packs.by_source.values()
+    assert len(packs) == len(web) + len(short)
+    assert packs[len(web)].input_ids.tolist() == short[0].input_ids.tolist()
     assert read_manifest(data.packs / "web")["settings"]["source"] == values["sources"][0]["source"]
 
     order = order_of(packs, seed=3)
     count = 3 * len(packs)
-    tokens = {name: 0 for name in packs.by_source}
+    tokens = [0, 0]
     for index in order.packs_at(range(count)).tolist():
-        tokens["web" if index < len(packs.by_source["web"]) else "short"] += int(
-            packs[index].lengths.sum()
-        )
-    assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
+        tokens[index >= len(web)] += int(packs[index].lengths.sum())
+    assert tokens[0] / sum(tokens) == pytest.approx(0.7, abs=0.01)
     figures = order.figures(count)
-    assert (
-        figures["share/web"] == pytest.approx(0.7, abs=0.005)
-        and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
-    )
+    assert figures["share/web"] == pytest.approx(0.7, abs=0.005)
+    assert figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
     # Other weights make other data with the same packs.
-    other = [part | {"weight": 0.5} for part in values["sources"]]
-    assert (
-        open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint
-        != packs.fingerprint
-    )
+    other = values | {"sources": [part | {"weight": 0.5} for part in values["sources"]]}
+    assert open_packs(DataSettings(**other), "train").fingerprint != packs.fingerprint
 
 
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
@@ -99,16 +83,13 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
         {**part, "source": str(data.packs / "missing.jsonl"), "name": source.name}
         for part, source in zip(parts, again.sources, strict=True)
     ]
-    moved = DataSettings(
-        packs=data.packs, length=64, sources=missing_sources, tokenizer=data.tokenizer
-    )
+    common = {"packs": data.packs, "length": 64, "tokenizer": data.tokenizer}
+    moved = DataSettings(sources=missing_sources, **common)
     # The error is about the settings, not about the missing file.
     with pytest.raises(InputError, match="prepared with other settings"):
         prepare(moved, progress=False)
-    assert (
-        not again.prepares
-        and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
-    )
+    assert not again.prepares
+    assert open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
 
 
 def test_another_file_or_split_is_the_validation_data(
@@ -122,13 +103,8 @@ def test_another_file_or_split_is_the_validation_data(
         packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common
     )
     prepare(by_file, progress=False)
-    packs = open_packs(by_file, "held_out")
-    ids = np.concatenate(
-        [packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]
-    )
-    assert sorted(Tokenizer.from_file(str(tokenizer_file)).decode(ids)) == sorted(
-        "".join(documents[30:40])
-    )
+    text = Tokenizer.from_file(str(tokenizer_file)).decode(tokens_in(by_file, "held_out"))
+    assert sorted(text) == sorted("".join(documents[30:40]))
     import datasets  # slow to import
 
     saved = tmp_path / "saved"
@@ -136,24 +112,21 @@ def test_another_file_or_split_is_the_validation_data(
     datasets.DatasetDict(
         {name: datasets.Dataset.from_dict({"body": texts}) for name, texts in splits.items()}
     ).save_to_disk(saved)
-    by_split = DataSettings(
-        packs=tmp_path / "split",
-        source=str(saved),
-        text="body",
-        validation={"split": "test"},
-        **common,
-    )
+    common |= {"text": "body"}
+    test = {"split": "test"}
+    by_split = DataSettings(packs=tmp_path / "split", source=str(saved), validation=test, **common)
     prepare(by_split, progress=False)
     for split in ("train", "held_out"):
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
-    with pytest.raises(
-        InputError,
-        match=r"`data.split: dev`: .*saved has no such split; set `data.split` to one of train",
-    ):
-        prepare(
-            DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common),
-            progress=False,
-        )
+    dev = DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common)
+    with pytest.raises(InputError, match=r"`data.split: dev`: .*set `data.split` to one of train"):
+        prepare(dev, progress=False)
+
+
+def tokens_in(settings: DataSettings, split: str = "train") -> list[int]:
+    packs = open_packs(settings, split)
+    read = [packs[index] for index in range(len(packs))]
+    return [token for pack in read for token in pack.input_ids[: pack.lengths.sum()].tolist()]
 
 
 def test_a_single_text_file_holds_out_its_tail(
@@ -161,26 +134,11 @@ def test_a_single_text_file_holds_out_its_tail(
 ) -> None:
     text = tmp_path / "input.txt"
     text.write_text("".join(text[:4000] for text in documents[:5]))
-    data = DataSettings(
-        packs=tmp_path / "packs",
-        source=str(text),
-        tokenizer=str(tokenizer_file),
-        length=64,
-        held_out=0.1,
-    )
-    prepare(data, progress=False)
-    tokens = {split: [] for split in ("train", "held_out")}
-    for split, split_tokens in tokens.items():
-        packs = open_packs(data, split)
-        for pack in (packs[index] for index in range(len(packs))):
-            split_tokens += pack.input_ids[: pack.lengths.sum()].tolist()
-    without_held_out = data.model_copy(
-        update={"packs": tmp_path / "without_held_out", "held_out": 0.0}
-    )
-    prepare(without_held_out, progress=False)
-    packs = open_packs(without_held_out, "train")
-    everything = np.concatenate(
-        [packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]
-    ).tolist()
-    assert tokens["train"] + tokens["held_out"] == everything
-    assert len(tokens["held_out"]) == round(0.1 * len(everything))
+    common = {"source": str(text), "tokenizer": str(tokenizer_file), "length": 64}
+    divided = DataSettings(packs=tmp_path / "divided", held_out=0.1, **common)
+    whole = DataSettings(packs=tmp_path / "whole", **common)
+    for settings in (divided, whole):
+        prepare(settings, progress=False)
+    held_out = tokens_in(divided, "held_out")
+    assert tokens_in(divided) + held_out == tokens_in(whole)
+    assert len(held_out) == round(0.1 * len(tokens_in(whole)))

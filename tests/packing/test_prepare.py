@@ -22,7 +22,7 @@ from foundation.files import hash_of, write_json
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
-from packing.prepare import holds_packs_of, prepare, summary
+from packing.prepare import holds_packs_of, prepare
 from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings, StreamingSettings
 from packing.sources import DatasetSource
@@ -46,40 +46,31 @@ def texts_in(settings: DataSettings, split: str = "train") -> list[str]:
     return [decode(part) for part in np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]]
 
 
-def test_packs_hold_every_document(settings: DataSettings, documents: list[str]) -> None:
+@pytest.mark.parametrize("held_out", [0.0, 0.2])
+def test_packs_hold_every_document_once(
+    held_out: float, settings: DataSettings, documents: list[str]
+) -> None:
+    settings = settings.model_copy(update={"held_out": held_out})
     prepare(settings, progress=False)
-    assert sorted(texts_in(settings)) == sorted(documents) and texts_in(settings) != documents
+    train = texts_in(settings)
+    held = texts_in(settings, "held_out") if held_out else []
+    assert sorted(train + held) == sorted(documents) and train != documents
+    assert len(held) == round(held_out * len(documents))
     statistics = read_manifest(settings.packs)["statistics"]
     assert statistics["documents"] == len(documents) and statistics["longest_document"] > 256
 
 
-def test_prepare_names_columns_that_are_not_read(settings: DataSettings, corpus: Path) -> None:
-    corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
-    prepare(settings, progress=False)
-    assert re.search(r"columns not read +id, url\n?", summary(read_manifest(settings.packs)))
-
-
-def test_a_column_may_have_a_lone_surrogate_in_its_name(
+def test_columns_that_are_not_read_are_named(
     settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpus.write_text('{"text": "one two", "te\\ud83dxt": 1}\n')
+    """A column may have a lone surrogate in its name."""
+    corpus.write_text('{"text": "one two", "te\\ud83dxt": 1}\n{"text": "ein zwei drei", "id": 7}\n')
     prepare(settings)
-    assert read_manifest(settings.packs)["statistics"]["columns_not_read"] == "te\ud83dxt"
-    assert "columns not read     te\\ud83dxt" in capsys.readouterr().err
+    shown = "columns not read     id, te\\ud83dxt"
+    assert read_manifest(settings.packs)["statistics"]["columns_not_read"] == "id, te\ud83dxt"
+    assert shown in capsys.readouterr().err
     assert main(["inspect", str(settings.packs)]) == 0
-    assert "columns not read     te\\ud83dxt" in capsys.readouterr().out
-
-
-def test_held_out_documents_are_complete_and_not_trained_on(
-    settings: DataSettings, documents: list[str]
-) -> None:
-    changed = settings.model_copy(update={"held_out": 0.2})
-    prepare(changed, progress=False)
-    train = texts_in(changed)
-    held_out = texts_in(changed, "held_out")
-    assert len(held_out) == round(0.2 * len(documents)) and sorted(train + held_out) == sorted(
-        documents
-    )
+    assert shown in capsys.readouterr().out
 
 
 def test_documents_stay_in_their_split_if_the_source_grows(
@@ -237,10 +228,10 @@ def test_a_changed_source_is_reported_at_every_start(
     splits = read_manifest(settings.packs)["splits"]
     shown = dict(re.findall(r"^  (.*?) {2,}(.*)$", capsys.readouterr().err, re.M))
     assert shown["held out tokens"] == f"{splits['held_out']['tokens']:,}"
-    before = corpus.stat()
+    modified = corpus.stat().st_mtime_ns
 
-    def warned() -> bool:
-        prepare(held_out)
+    def warned(settings: DataSettings = held_out) -> bool:
+        prepare(settings)
         output = capsys.readouterr().err
         assert output.count("are already prepared") == 1
         assert output.count("WARNING: the source has changed since then") <= 1
@@ -249,30 +240,26 @@ def test_a_changed_source_is_reported_at_every_start(
     assert not warned()
     corpus.touch()
     assert warned() and warned()
-    os.utime(corpus, ns=(0, before.st_mtime_ns))
+    os.utime(corpus, ns=(0, modified))
     assert not warned()
-    with corpus.open("a") as file:
-        file.write('{"text": "new"}\n')
-    os.utime(corpus, ns=(0, before.st_mtime_ns))
+    corpus.write_text(corpus.read_text() + '{"text": "new"}\n')
+    os.utime(corpus, ns=(0, modified))
     assert warned()
     corpus.unlink()
     assert warned()
     # A name like that of a dataset of the hub is not looked up.
     monkeypatch.chdir(corpus.parent)
     monkeypatch.setattr(DatasetSource, "_data", None)
-    named = settings.model_copy(update={"source": "corpus", "packs": Path("named")})
-    Path("corpus").mkdir()
-    Path("corpus/notes.txt").write_text("one two three")
+    named = settings.model_copy(update={"source": "texts", "packs": Path("named")})
+    Path("texts").mkdir()
+    Path("texts/notes.txt").write_text("one two three")
     prepare(named, progress=False)
-    shutil.rmtree("corpus")
-    prepare(named)
-    assert "named: these packs are already" in (output := capsys.readouterr().err)
-    assert "WARNING: the source has changed" in output
+    shutil.rmtree("texts")
+    assert warned(named)
     # Packs of earlier versions do not record their source.
     manifest = read_manifest(settings.packs)
     del manifest["statistics"]["source_identity"]
-    content = manifest | {"checksum": hash_of(manifest)}
-    (settings.packs / "packs.json").write_text(json.dumps(content))
+    write_json(settings.packs / MANIFEST, manifest | {"checksum": hash_of(manifest)})
     assert not warned()
 
 
@@ -298,7 +285,7 @@ def test_moved_packs_and_sources_count_as_unchanged(
         monkeypatch.chdir(tmp_path / "here")
 
 
-def test_another_path_of_the_same_source_is_accepted(
+def test_another_path_of_the_same_content_is_accepted(
     settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(settings, progress=False)
@@ -314,6 +301,14 @@ def test_another_path_of_the_same_source_is_accepted(
     load_tokenizer.cache_clear()
     with pytest.raises(InputError, match=r"other settings \(tokenizer: \w{12} -> \w{12}\)"):
         prepare(settings.model_copy(update={"tokenizer": "../copy"}), progress=False)
+    # The content of the tokenizer at the same path changes.
+    other = settings.model_copy(update={"tokenizer": "../copy", "packs": tmp_path / "other"})
+    prepare(other, progress=False)
+    vocabulary["model"]["merges"].pop()
+    copy.write_text(json.dumps(vocabulary))
+    load_tokenizer.cache_clear()
+    with pytest.raises(InputError, match=r"other settings \(tokenizer: \w{12} -> \w{12}\)"):
+        prepare(other, progress=False)
 
 
 def test_packs_on_a_full_disk_are_refused_with_a_remedy(
