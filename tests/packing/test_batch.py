@@ -87,36 +87,18 @@ def stream(
     world_size: int = 1,
     **options,
 ) -> BatchStream:
-    return BatchStream(
-        packs,
-        Order(Mixture.alone(len(packs)), seed=11),
-        per_step,
-        microbatch=microbatch,
-        rank=rank,
-        world_size=world_size,
-        **{"mask_boundaries": True, **options},
-    )
+    options = {"mask_boundaries": True, "rank": rank, "world_size": world_size, **options}
+    order = Order(Mixture.alone(len(packs)), seed=11)
+    return BatchStream(packs, order, per_step, microbatch=microbatch, **options)
 
 
-def same_microbatch(a: Microbatch, b: Microbatch) -> bool:
-    """Return whether two microbatches are equal."""
-    return all(
-        torch.equal(value, getattr(b, name))
-        if isinstance(value, torch.Tensor)
-        else value == getattr(b, name)
-        for name, value in vars(a).items()
-    )
-
-
-def same_step(a: StepBatches, b: StepBatches) -> bool:
-    """Return whether two steps are equal."""
-    rest = [
-        {key: value for key, value in vars(step).items() if key != "microbatches"}
-        for step in (a, b)
-    ]
-    return rest[0] == rest[1] and all(
-        same_microbatch(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True)
-    )
+def values_of(step: StepBatches) -> list[Any]:
+    """Return all values of a step, with lists in place of tensors."""
+    values = [value for name, value in vars(step).items() if name != "microbatches"]
+    for part in step.microbatches:
+        for value in vars(part).values():
+            values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
+    return values
 
 
 def evaluated(packs: Packs, limit: int | None = None, **options: Any) -> list[Microbatch]:
@@ -194,28 +176,17 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
             size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist()
         )
         for microbatch in (1, 2, 3):
-            options = {
-                "per_step": per_step,
-                "microbatch": microbatch,
-                "world_size": world_size,
-                "mask_boundaries": mask_boundaries,
-            }
+            options = {"per_step": per_step, "microbatch": microbatch, "world_size": world_size}
+            options["mask_boundaries"] = mask_boundaries
             steps = [stream(packs, rank=rank, **options).step(place) for rank in range(world_size)]
-            assert {len(step.microbatches) for step in steps} == {
-                -(-per_step // (world_size * microbatch))
-            }
+            count = -(-per_step // (world_size * microbatch))
+            assert {len(step.microbatches) for step in steps} == {count}
             parts = [part for step in steps for part in step.microbatches]
             assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
             assert all(step.microbatches[0].input_ids.any() for step in steps)
-            rows = [
-                tuple(row.tolist())
-                for part in parts
-                for row in part.input_ids.reshape(-1, LENGTH)
-                if row.any()
-            ]
-            assert sorted(rows) == sorted(
-                tuple(packs.packs[index].input_ids.tolist()) for index in expected.elements()
-            )
+            rows = [row.tolist() for part in parts for row in part.input_ids.reshape(-1, LENGTH)]
+            read = sorted(packs.packs[index].input_ids.tolist() for index in expected.elements())
+            assert sorted(row for row in rows if any(row)) == read
             for step in steps:
                 assert (step.tokens, step.sum_squared_lengths) == (per_step * LENGTH, squares)
                 assert step.valid_tokens == sum(part.valid_tokens for part in parts)
@@ -244,28 +215,21 @@ def test_prefetched_and_resumed_steps_have_identical_tensors():
     with batches.steps(0, 9) as steps:
         prefetched = list(steps)
     assert len(prefetched) == 9
-    assert all(same_step(step, batches.step(8 * number)) for number, step in enumerate(prefetched))
+    expected = [values_of(batches.step(8 * number)) for number in range(9)]
+    assert [values_of(step) for step in prefetched] == expected
     with stream(packs_of_text(), rank=1, world_size=2).steps(4 * 8, 5) as resumed:
-        assert all(same_step(a, b) for a, b in zip(resumed, prefetched[4:], strict=True))
+        assert [values_of(step) for step in resumed] == expected[4:]
 
 
 def test_an_exception_of_the_thread_is_raised_in_its_step():
     packs = packs_of_text()
-    bad_step = 2
-    bad = int(
-        Order(Mixture.alone(len(packs)), 11).packs_at(range(8 * bad_step, 8 * bad_step + 8))[3]
-    )
-    packs.packs = [
-        Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p
-        for i, p in enumerate(packs.packs)
-    ]
+    bad = int(Order(Mixture.alone(len(packs)), 11).packs_at(range(16, 24))[3])  # in step 2
+    packs.packs[bad] = Pack(np.full(LENGTH, 10**6, np.uint32), packs.packs[bad].lengths)
     with stream(packs, vocab_size=50_000).steps(0, 9) as steps:
-        for _ in range(bad_step):
+        for _ in range(2):
             next(steps)
-        with pytest.raises(
-            InputError,
-            match=rf"packs/in_memory: pack {bad} contains the token id 1000000, but the model has",
-        ):
+        message = rf"in_memory: pack {bad} contains the token id 1000000, but the model has"
+        with pytest.raises(InputError, match=message):
             next(steps)
     assert not prefetch_threads()
 
@@ -298,32 +262,18 @@ def test_data_wait_is_the_sum_of_all_waits_for_a_step():
 @pytest.mark.parametrize("limit", [None, 1, 7, 1000])
 def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
     packs = packs_of_text(count=13)
-    seen = min(limit or 13, 13)
-    once = sorted(
-        int(token) for pack in packs.packs[:seen] for token in pack.input_ids[: pack.lengths.sum()]
-    )
-    valid = sum(count_valid_tokens(pack, True) for pack in packs.packs[:seen])
-    for world_size in (1, 2, 3, 8):
-        for microbatch in (1, 2, 4):
-            ranks = [
-                evaluated(
-                    packs,
-                    limit,
-                    microbatch=microbatch,
-                    rank=rank,
-                    world_size=world_size,
-                    mask_boundaries=True,
-                )
-                for rank in range(world_size)
-            ]
-            assert {len(parts) for parts in ranks} == {-(-seen // (world_size * microbatch))}
-            parts = [part for rank in ranks for part in rank]
-            assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
-            assert (
-                sorted(token for part in parts for token in part.input_ids[0].tolist() if token)
-                == once
-            )
-            assert sum(part.valid_tokens for part in parts) == valid
+    seen = packs.packs[: min(limit or 13, 13)]
+    once = sorted(token for pack in seen for token in pack.input_ids[: pack.lengths.sum()].tolist())
+    valid = sum(count_valid_tokens(pack, True) for pack in seen)
+    for world_size, microbatch in itertools.product((1, 2, 3, 8), (1, 2, 4)):
+        options = {"microbatch": microbatch, "world_size": world_size, "mask_boundaries": True}
+        ranks = [evaluated(packs, limit, rank=rank, **options) for rank in range(world_size)]
+        assert {len(parts) for parts in ranks} == {-(-len(seen) // (world_size * microbatch))}
+        parts = [part for rank in ranks for part in rank]
+        assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
+        read = sorted(token for part in parts for token in part.input_ids[0].tolist() if token)
+        assert read == once
+        assert sum(part.valid_tokens for part in parts) == valid
 
 
 def test_tokens_beyond_the_model_are_rejected():

@@ -31,10 +31,8 @@ def write_files(folder: Path, *names: str) -> None:
 
 
 def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.txt", ".hidden.txt", "packs/x.txt", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "packs" / "packs.json").write_text("{}")
+    write_files(tmp_path, "b.txt", "a/z.txt", ".hidden.txt", "packs/x.txt", "packs/packs.json")
+    (tmp_path / "README.md").write_text("README.md")
     assert texts_of(tmp_path) == ["README.md", "a/z.txt", "b.txt"]
 
 
@@ -51,19 +49,13 @@ def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("x" * 1000)
     with pytest.raises(InputError, match=r"data.source: .*smaller JSONL or Parquet files"):
         open_reader(tmp_path)
-
-
-def test_unknown_files_with_the_most_bytes_are_rejected(tmp_path: Path) -> None:
-    write_corpus(tmp_path, "jsonl", ["x"])
-    (tmp_path / "a.pdf").write_text("x" * 100)
+    (tmp_path / "a.pdf").write_text("x" * 9000)
     with pytest.raises(InputError, match=r"data.source: .*most of the bytes.*\*\*/\*\.txt"):
         open_reader(tmp_path)
 
 
 def test_a_pattern_matches_files_in_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.txt", "a/.hidden.txt", "c.pdf", "[x].txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+    write_files(tmp_path, "b.txt", "a/z.txt", "a/.hidden.txt", "c.pdf", "[x].txt")
     assert texts_of(tmp_path / "*.txt") == ["[x].txt", "b.txt"]
     assert texts_of(tmp_path / "**" / "*.txt") == ["[x].txt", "a/z.txt", "b.txt"]
     assert texts_of(tmp_path / "[x].txt") == ["[x].txt"]  # an existing path is no pattern
@@ -110,8 +102,7 @@ def test_a_pattern_without_links_matches_as_in_glob(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-@pytest.mark.parametrize("source", ["", "**/*.txt", "*/*/*.txt"])
-def test_a_folder_that_may_not_be_read_is_named(source: str) -> None:
+def test_a_folder_that_may_not_be_read_is_named() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
         write_files(folder, "a/b.txt", "a/secret/c.txt")
@@ -119,8 +110,9 @@ def test_a_folder_that_may_not_be_read_is_named(source: str) -> None:
         (folder / "a" / "secret").chmod(0)
         os.seteuid(65534)
         try:
-            with pytest.raises(InputError, match=f"Permission denied: '{folder}/a/secret'"):
-                texts_of(folder / source)
+            for source in ("", "**/*.txt", "*/*/*.txt"):
+                with pytest.raises(InputError, match=f"Permission denied: '{folder}/a/secret'"):
+                    texts_of(folder / source)
         finally:
             os.seteuid(0)
 
@@ -161,37 +153,22 @@ def test_patterns_choose_the_files_of_splits(tmp_path: Path) -> None:
             names(source=train, **more)
 
 
-def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
-    for name in ("a1.txt", "a2.txt", "b1.txt"):
-        (tmp_path / name).write_text(name)
+def test_validation_may_not_share_files_with_training(tmp_path: Path) -> None:
+    write_files(tmp_path, "a1.txt", "a2.txt", "b1.txt")
+    write_files(tmp_path / "saved", "dataset_dict.json", "train/data.txt", "test/data.txt")
 
-    def validate(training: str, validation: str) -> None:
-        refuse_common_files(
-            DataSettings(
-                packs="p",
-                tokenizer="t",
-                source=str(tmp_path / training),
-                validation={"source": str(tmp_path / validation)},
-            )
-        )
+    def validate(training: str, **validation: str) -> None:
+        if "source" in validation:
+            validation["source"] = str(tmp_path / validation["source"])
+        source = str(tmp_path / training)
+        settings = DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
+        refuse_common_files(settings)
 
-    validate("a*.txt", "b*.txt")
-    validate("a1.txt", "[b]1.txt")
-    for pair in (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", "")):
+    validate("a*.txt", source="b*.txt")
+    validate("a1.txt", source="[b]1.txt")
+    validate("saved", split="test")
+    validate("saved", source="saved/test")
+    pairs = (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", ""))
+    for training, more in (*((a, {"source": b}) for a, b in pairs), ("saved", {"split": "train"})):
         with pytest.raises(InputError, match="is also used for training"):
-            validate(*pair)
-
-
-def test_splits_of_a_saved_dataset_have_no_common_files(tmp_path: Path) -> None:
-    write_files(tmp_path, "dataset_dict.json", "train/data.txt", "test/data.txt")
-
-    def validate(**validation: str) -> None:
-        source = str(tmp_path)
-        refuse_common_files(
-            DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
-        )
-
-    validate(split="test")
-    validate(source=str(tmp_path / "test"))
-    with pytest.raises(InputError, match="is also used for training"):
-        validate(split="train")
+            validate(training, **more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,7 @@ from packing.store import carve, open_packs
 from tests.conftest import flip
 
 LENGTH = 16
-TOKENIZER = {
-    "name": "tiny",
-    "fingerprint": "f" * 64,
-    "vocab_size": 1000,
-    "bos_id": None,
-    "eos_id": 0,
-    "pad_id": 0,
-}
+TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "eos_id": 0}
 
 
 def some_packs(count: int, seed: int = 0) -> list[Pack]:
@@ -36,11 +30,8 @@ def some_packs(count: int, seed: int = 0) -> list[Pack]:
     packs = []
     for _ in range(count):
         covered = int(rng.integers(1, LENGTH + 1))
-        cuts = np.sort(
-            rng.choice(
-                np.arange(1, covered), size=min(covered - 1, int(rng.integers(0, 5))), replace=False
-            )
-        )
+        count_of_cuts = min(covered - 1, int(rng.integers(0, 5)))
+        cuts = np.sort(rng.choice(np.arange(1, covered), size=count_of_cuts, replace=False))
         lengths = np.diff([0, *cuts, covered]).astype(np.int32)
         packs.append(Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths))
     return packs
@@ -53,6 +44,7 @@ def write(
     *,
     at_once: int = 7,
     shard_bytes: int = 2**20,
+    **more: Any,
 ) -> dict:
     """Write packs in groups of `at_once` and return the manifest."""
     splits = {
@@ -60,16 +52,10 @@ def write(
         for split, packs in (("train", train), ("held_out", held_out))
         if packs
     }
+    facts = {"settings": {"length": LENGTH}, "statistics": {"documents": 3}, "tokenizer": TOKENIZER}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow, "SHARD_BYTES", shard_bytes)
-        return write_packs(
-            path,
-            LENGTH,
-            splits,
-            settings={"length": LENGTH},
-            statistics={"documents": 3},
-            tokenizer=TOKENIZER,
-        )
+        return write_packs(path, LENGTH, splits, **facts, **more)
 
 
 def assert_equal(pack: Pack, other: Pack) -> None:
@@ -109,9 +95,8 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
     packs = some_packs(50)
     write(tmp_path / "packs", packs, shard_bytes=1000)
     files = sorted((tmp_path / "packs" / "train").glob("*.arrow"))
-    dataset = datasets.concatenate_datasets(
-        [datasets.Dataset.from_file(str(file)) for file in files]
-    )
+    parts = [datasets.Dataset.from_file(str(file)) for file in files]
+    dataset = datasets.concatenate_datasets(parts)
     assert len(files) > 2
     assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
     assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
@@ -119,33 +104,21 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
 
 
 def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
+    def fingerprint(packs: list[Pack], at_once: int = 7, shard_bytes: int = 2**20) -> str:
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        manifest = write(path, packs, at_once=at_once, shard_bytes=shard_bytes)
+        return manifest["splits"]["train"]["fingerprint"]
+
     packs = some_packs(40)
-    fingerprints = [
-        write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"][
-            "train"
-        ]["fingerprint"]
-        for i, (at_once, shard_bytes) in enumerate([(1, 1), (7, 2000), (40, 2**20)])
-    ]
-    assert len(set(fingerprints)) == 1
+    same = {fingerprint(packs, *shards) for shards in ((1, 1), (7, 2000), (40, 2**20))}
+    assert len(same) == 1
     swapped = [packs[1], packs[0], *packs[2:]]
     recut = [Pack(packs[0].input_ids, np.array([1, 1], np.int32)), *packs[1:]]
-    changed = [
-        write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"]
-        for i, p in enumerate([swapped, recut])
-    ]
-    assert len({fingerprints[0], *changed}) == 3
+    assert len({*same, fingerprint(swapped), fingerprint(recut)}) == 3
 
 
 def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):
-    manifest = write_packs(
-        tmp_path / "packs",
-        LENGTH,
-        {"train": [some_packs(1)]},
-        settings={},
-        statistics={},
-        tokenizer=None,
-        texts={"tokenizer.json": "{}"},
-    )
+    manifest = write(tmp_path / "packs", some_packs(1), texts={"tokenizer.json": "{}"})
     assert [file["name"] for file in manifest["files"]] == ["tokenizer.json"]
     packs = ArrowPacks(tmp_path / "packs")
     packs.verify()
@@ -161,14 +134,8 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_packs(
-            tmp_path / "packs",
-            LENGTH,
-            {"train": batches()},
-            settings={},
-            statistics={},
-            tokenizer=None,
-        )
+        facts = {"settings": {}, "statistics": {}, "tokenizer": None}
+        write_packs(tmp_path / "packs", LENGTH, {"train": batches()}, **facts)
     assert list(tmp_path.iterdir()) == []
     # A folder that is left by `kill -9`.
     (left := tmp_path / ".packs.0123abcd.writing").mkdir()
@@ -228,8 +195,8 @@ def test_a_damaged_manifest_is_named(tmp_path, damage):
 def test_an_existing_held_out_split_is_used(tmp_path):
     write(tmp_path / "packs", some_packs(10), some_packs(3))
     for share in (0.0, 0.5):
-        assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "train")) == 10
-        assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "held_out")) == 3
+        data = data_settings(tmp_path / "packs", held_out=share)
+        assert (len(open_packs(data, "train")), len(open_packs(data, "held_out"))) == (10, 3)
 
 
 @given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))

@@ -90,28 +90,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Pa
     """Return a folder with two sources."""
     folder = tmp_path_factory.mktemp("streams")
     for name, size, count in (("web", 500, 90), ("code", 260, 60)):
-        texts = [
-            text[start : start + size]
-            for text in documents
-            for start in (0, 3000, 6000)
-            if text[start:]
-        ][:count]
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
+        starts = [(text, start) for text in documents for start in (0, 3000, 6000) if text[start:]]
+        lines = [json.dumps({"text": text[start:][:size]}) + "\n" for text, start in starts]
+        (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
     return folder
 
 
 @pytest.fixture(scope="module")
 def values(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
     streaming = {"disk_gb": 0.001, "window": 2000}
-    common = {
-        "tokenizer": str(tokenizer_file),
-        "length": LENGTH,
-        "held_out": 0.1,
-        "streaming": streaming,
-    }
-    return common | {"source": str(folder / "web.jsonl"), "packs": str(folder / "packs")}
+    common = {"length": LENGTH, "held_out": 0.1, "streaming": streaming}
+    paths = {"source": folder / "web.jsonl", "packs": folder / "packs", "tokenizer": tokenizer_file}
+    return common | {key: str(path) for key, path in paths.items()}
 
 
 def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -207,11 +197,9 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
     window: int, values: dict[str, Any], tmp_path: Path
 ):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
-    held_out_packs = open_packs(data, "held_out")
-    held_out = set()
-    for index in range(len(held_out_packs)):
-        held_out |= documents_in(held_out_packs[index])
-    epochs: list[list[bytes]] = [[], [], []]
+    packs = open_packs(data, "held_out")
+    held_out = set().union(*(documents_in(packs[index]) for index in range(len(packs))))
+    epochs: list[list[bytes]] = [[], []]
     trained: set[tuple[int, ...]] = set()
     with InProcessPacker(data) as packer:
         packs = packed_by(packer, data)
@@ -225,7 +213,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
             epochs[epoch].append(pack.input_ids.tobytes())
             trained |= documents_in(pack)
     assert held_out and not trained & held_out
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
 
 def documents_in(pack: Any) -> set[tuple[int, ...]]:

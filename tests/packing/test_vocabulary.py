@@ -25,6 +25,7 @@ from packing.tokenizer import (
 from pretrain.__main__ import main
 
 VOCABULARY = 600
+TEXT = "def area(self): return a , b  # Σ"
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,8 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 @given(st.text())
 def test_any_text_is_decoded_exactly(tokenizer: Tokenizer, text: str) -> None:
-    assert (
-        tokenizer.decode(
-            tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
-        )
-        == text
-    )
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def test_training_is_reproducible_and_compresses(
@@ -53,7 +50,7 @@ def test_autotokenizer_loads_the_folder_and_encodes_the_same(
     tokenizer: Tokenizer, tokenizer_file: Path
 ) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer_file.parent)
-    text = "def area(self): return a , b  # Σ"
+    text = TEXT
     assert loaded(text, add_special_tokens=False).input_ids == tokenizer.encode(text).ids
     assert loaded.decode(loaded(text).input_ids) == text
     assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
@@ -70,11 +67,8 @@ def test_the_message_about_old_files_converts_them(tmp_path: Path, tokenizer: To
         with pytest.raises(InputError, match=message):
             load_tokenizer(str(name))
     AutoTokenizer.from_pretrained(old).save_pretrained(tmp_path / "new")
-    text = "def area(self): return a , b  # Σ"
-    assert (
-        load_tokenizer(str(tmp_path / "new")).tokenizer.encode(text).ids
-        == tokenizer.encode(text).ids
-    )
+    new = load_tokenizer(str(tmp_path / "new")).tokenizer
+    assert new.encode(TEXT).ids == tokenizer.encode(TEXT).ids
 
 
 ADDED = {"__type": "AddedToken", "content": "<|stop|>", "lstrip": False, "normalized": False}
@@ -105,7 +99,7 @@ def test_the_files_of_a_tokenizer_name_its_eos_token(
         (tmp_path / name).write_text(json.dumps(values))
     loaded = load_tokenizer(str(tmp_path))
     expected = {} if eos is None else {"eos": more.token_to_id(eos)}
-    assert {role: loaded.special[role] for role in loaded.special if role == "eos"} == expected
+    assert {role: number for role, number in loaded.special.items() if role == "eos"} == expected
 
 
 @pytest.mark.parametrize("token", [7, ["</s>", "<|stop|>"], {"text": "</s>"}])
@@ -135,17 +129,12 @@ def test_an_eos_token_that_the_tokenizer_lacks_is_named(
 def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text('{"text": "words"}\n')
-    for vocabulary, out, message in (("300", ".", "--out"), ("300", "texts.jsonl", "--out")):
-        assert (
-            main(
-                ["tokenizer", str(source), "--out", str(tmp_path / out), "--vocabulary", vocabulary]
-            )
-            == 2
-        )
-        assert message in capsys.readouterr().err
+    command = ["tokenizer", str(source), "--vocabulary", "300", "--special", "<|x|>", "--out"]
+    for out in (".", "texts.jsonl"):
+        assert main([*command, str(tmp_path / out)]) == 2
+        assert "--out" in capsys.readouterr().err
     assert source.read_text() == '{"text": "words"}\n' and not (tmp_path / "new").exists()
-    options = ["--vocabulary", "300", "--special", "<|x|>"]
-    assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
+    assert main([*command, str(tmp_path / "new")]) == 0
     assert "too few different words for 300 tokens" in capsys.readouterr().out
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
 
