@@ -240,8 +240,7 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         keys = location[:-1] if location[-1:] == [unknown] else location
         hint = f"known keys here: {_keys_in(cls, keys)}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
         if meant := closest_key(cls, unknown, keys):
-            # `meant` is a key, or a sentence.
-            hint = meant if " " in meant else f"did you mean `{meant}`?"
+            hint = advice(meant)
         return ".".join([*keys, unknown]), f"unknown key; {hint}"
     key = ".".join(location)
     message = item["msg"].removeprefix("Value error, ").replace("valid string", "text in quotes")
@@ -251,7 +250,9 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         return key, message
     given = f", but is {shown(item['input'])}"
     if item["type"] == "model_type":
-        return key, f"must be a section (its keys: {_keys_in(cls, location)}){given}"
+        message = f"must be a section (its keys: {_keys_in(cls, location)}){given}"
+        meant = closest_key(cls, location[-1], location[:-1])
+        return key, message if meant in (None, key) else f"{message}; {advice(meant)}"
     if isinstance(item["input"], list) and not item["type"].startswith("too_"):
         given += getattr(cls, "LIST_HELP", "")
     return key, message + given
@@ -260,6 +261,11 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
 def _keys_in(cls: type[BaseModel], keys: list[str]) -> str:
     """Return the keys of the section at the path `keys`, for a message."""
     return ", ".join(sorted(_section(cls, keys).model_fields))
+
+
+def advice(match: str) -> str:
+    """Return a question for a result of `closest_key` that is a key, or `match` for a sentence."""
+    return match if " " in match else f"did you mean `{match}`?"
 
 
 def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:

@@ -73,7 +73,7 @@ class Example(Settings):
         ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
         (
             {"recompute": 5},
-            ["must be a section (its keys: layers), but is 5"],
+            ["must be a section (its keys: layers), but is 5; did you mean `recompute.layers`?"],
         ),
         ({"length": True}, ["must not be true or false (yes, no, on, off), but is True"]),
         ({"steps": "1B"}, ["but is '1B'"]),
