@@ -61,10 +61,8 @@ def percent(share: float) -> str:
 def operations(value: float) -> str:
     """Format a number of floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    # Round first, so that 999,960 is formatted as 1 MFLOP, and not as 1000 kFLOP.
-    rounded = float(f"{value:.4g}")
-    scale = min(len(prefixes) - 1, int(math.log10(max(rounded, 1.0)) // 3))
-    return f"{rounded / 1000**scale:.4g} {prefixes[scale]}FLOP"
+    scale = min(len(prefixes) - 1, int(math.log10(max(value, 1.0)) // 3))
+    return f"{value / 1000**scale:.4g} {prefixes[scale]}FLOP"
 
 
 def plural(number: int, noun: str) -> str:

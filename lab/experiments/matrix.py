@@ -95,11 +95,7 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for a mistake in the arguments or in the matrix file.
     """
     matrix = load_matrix(
-        options.matrix,
-        options.overrides,
-        at_once=options.at_once,
-        gpus=options.gpus,
-        processes=options.processes,
+        options.matrix, options.overrides, at_once=options.at_once, gpus=options.gpus
     )
     if not options.dry_run:
         return run_cells(matrix)

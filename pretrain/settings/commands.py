@@ -413,9 +413,6 @@ _matrix.add_argument(
     help="number of GPUs of this machine over which the cells are distributed",
 )
 _matrix.add_argument(
-    "--processes", type=count, metavar="N", help="number of processes that train each cell"
-)
-_matrix.add_argument(
     "--dry-run", action="store_true", help="print the command that runs each cell, and exit"
 )
 

@@ -49,8 +49,7 @@ from foundation.units import count, duration, markdown, memory, operations, thre
             {
                 0: "0 FLOP",
                 999.94: "999.9 FLOP",
-                999.96: "1 kFLOP",
-                999_960: "1 MFLOP",
+                1_234.5: "1.234 kFLOP",
                 1.387e15: "1.387 PFLOP",
             },
         ),
