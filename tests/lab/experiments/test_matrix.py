@@ -63,7 +63,13 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
     assert command[option + 1] == "3" and option < command.index("weights=fp32")
 
 
-def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("busy", "expected"), [(True, ["1", "0", "1", "0"]), (False, ["1", "1", "0", "0"])]
+)
+def test_each_seed_begins_with_another_gpu(
+    busy: bool, expected: list[str], matrix, monkeypatch: pytest.MonkeyPatch
+):
+    """Either the previous cell is still running, or none."""
     gpus = []
     monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(
@@ -75,15 +81,10 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
     loaded = matrix(axes=axes, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=2)
     running: list[StartedCell] = []
     for cell in loaded.cells:
-        running = [
-            *running[-1:],
-            start(loaded, cell, running[-1:], side_by_side=False),
-        ]
-    assert gpus == ["1", "0", "1", "0"]
-    gpus.clear()
-    for cell in loaded.cells:
-        start(loaded, cell, [], side_by_side=False)
-    assert gpus == ["1", "1", "0", "0"]
+        running = [start(loaded, cell, running, side_by_side=False)] if busy else []
+        if not busy:
+            start(loaded, cell, [], side_by_side=False)
+    assert gpus == expected
 
 
 def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):
@@ -103,22 +104,20 @@ def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):
     [
         {"packs": "nowhere"},
         {"packs": "p", "source": "a.txt", "tokenizer": "nowhere", "held_out": 0.1},
+        None,
     ],
 )
-def test_no_cell_starts_if_one_lacks_its_data(data, matrix, tmp_path, capsys, monkeypatch):
+def test_no_cell_starts_without_its_data_or_in_a_folder_of_others(
+    data, matrix, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    matrix(overrides={f"data.{key}": value for key, value in data.items()})
+    loaded = matrix(overrides={f"data.{key}": value for key, value in (data or {}).items()})
+    if data is None:
+        loaded.cells[-1].run_dir.mkdir(parents=True)
+        (loaded.cells[-1].run_dir / "nowhere.txt").write_text("years of work")
     assert main(["matrix", "m.yaml"]) == 2
-    assert "nowhere" in capsys.readouterr().err and not list(tmp_path.glob("runs/*.log"))
-
-
-def test_no_cell_starts_if_one_folder_has_files_of_others(matrix, tmp_path, capsys):
-    last = matrix().cells[-1]
-    last.run_dir.mkdir(parents=True)
-    (last.run_dir / "thesis.txt").write_text("years of work")
-    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
-    assert "thesis.txt" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
+    assert "nowhere" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[" * 5000], ids=["empty", "list", "deep"])

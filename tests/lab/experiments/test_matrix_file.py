@@ -15,7 +15,9 @@ from pretrain.settings.config import identity_of, load_recipe, resolved
 from tests.conftest import ROOT
 from tests.lab.made_runs import leave_behind
 
-MATRICES = sorted(ROOT.glob("recipes/matrices/*.yaml"))
+MATRICES = sorted(
+    [*ROOT.glob("recipes/matrices/*.yaml"), *ROOT.glob("benchmarks/evidence/matrices/*.yaml")]
+)
 
 
 def names(matrix: Matrix) -> list[str]:
@@ -42,21 +44,13 @@ def test_cells_are_in_the_order_of_the_file(matrix):
 
 
 def test_cells_override_the_command_line_which_overrides_the_matrix(matrix, tmp_path):
-    cell = matrix(
-        "train.steps=7",
-        overrides={"optimizer": {"clip": None}, "train.steps": 5},
-        axes={"seed": [3]},
-    ).cells[0]
-    assert cell.overrides == (
-        "optimizer.clip=null",
-        "train.steps=7",
-        "seed=3",
-        f"run_dir={tmp_path}/runs/seed=3",
-    )
-    assert cell.recipe.optimizer.clip is None
-    assert cell.recipe.optimizer.learning_rate == 0.01
-    assert cell.recipe.train.steps == 7
-    assert cell.recipe.seed == 3
+    overrides = {"optimizer": {"clip": None}, "train.steps": 5}
+    (cell,) = matrix("train.steps=7", overrides=overrides, axes={"seed": [3]}).cells
+    settings = ("optimizer.clip=null", "train.steps=7", "seed=3")
+    assert cell.overrides == (*settings, f"run_dir={tmp_path}/runs/seed=3")
+    recipe = cell.recipe
+    assert (recipe.optimizer.clip, recipe.optimizer.learning_rate) == (None, 0.01)
+    assert (recipe.train.steps, recipe.seed) == (7, 3)
     horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
     assert horizon.recipe.train.tokens == 512 and horizon.recipe.train.steps is None
 
@@ -137,9 +131,12 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
 
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(ROOT)  # The recipes in a matrix are relative to the repository.
     matrix = load_matrix(path)
     assert len(matrix.cells) > 1 and matrix.baseline in matrix.cells
+    if "evidence" in path.parts:
+        optimizers = {cell.recipe.optimizer.name for cell in matrix.cells}
+        assert optimizers == ({"adamw", "muon"} if "muon" in path.stem else {"adamw"})
 
 
 # ── Finished cells ────────────────────────────────────────────────────────────────────────────────

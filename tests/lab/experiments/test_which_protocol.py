@@ -26,34 +26,59 @@ from tests.forked_commands import forking
 from tests.lab.made_runs import leave_behind
 
 
-def test_trainings_are_as_long_as_the_hours_allow(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "mine"
-    checkpoint.mkdir()
-    (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
-    seconds = {"bf16": 1.0, "delayed": 0.5}
+def trainings_of(
+    recipe: dict[str, Any], path: Path, *overrides: str, file: str = "cpu", **options: Any
+) -> WhichTrainings:
+    """Return the trainings of a question about a recipe, which is written to `path`."""
+    written = write_recipe(recipe, path)
+    loaded = load_recipe(written, overrides)
+    configuration = CONFIGURATIONS / f"{file}.yaml"
+    return WhichTrainings(loaded, written, overrides, configuration, path / "which", **options)
 
-    def fit(
-        hours: float, begin_with: Path | None = None, gpus: int = 1, steps: int = 0
-    ) -> tuple[int, int]:
-        checkpoint = begin_with and str(begin_with)
-        protocol = Protocol(checkpoint, 0.003, [], seconds, 10.0, 4, steps, 0)
-        allowed = range(350 if begin_with else 80, 1001)
-        fitted = fit_steps(protocol, allowed, at_once=gpus, hours=hours, seconds_left=3600 * hours)
+
+def ask(path: Path, *options: str) -> int:
+    """Run the command on the recipe in `path`."""
+    command = [str(path / "recipe.yaml"), "--run_dir", str(path / "which"), *options]
+    return which.main(commands.read("which", command))
+
+
+@pytest.mark.parametrize(
+    ("hours", "options", "expected"),
+    [
+        # 4 rounds of 628 steps in bf16, 502 in delayed, and two starts take an hour.
+        (1, {}, (628, 126)),
+        # The longest allowed run.
+        (8, {}, (1000, 200)),
+        (0.001, {"steps": 90}, (90, 18)),
+        # 136 more steps of each.
+        (0.25, {"branches": True}, (436, 300)),
+        # Runs of n steps take 10 + n and 10 + 0.4 n seconds. Three waves of two, and another one.
+        (0.9, {"gpus": 2}, (1000, 200)),
+        (0.5, {"gpus": 2}, (628, 126)),
+        (0.1, {}, None),
+    ],
+)
+def test_trainings_are_as_long_as_the_hours_allow(
+    hours: float, options: dict[str, Any], expected: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "state.json").write_text('{"progress": {"step": 300}}')
+    branches = "branches" in options
+    seconds = {"bf16": 1.0, "delayed": 0.5}
+    checkpoint = str(tmp_path) if branches else None
+    protocol = Protocol(checkpoint, 0.003, [], seconds, 10.0, 4, options.get("steps", 0), 0)
+
+    def fit(hours: float) -> tuple[int, int]:
+        time = {"hours": hours, "seconds_left": 3600 * hours}
+        allowed = range(350 if branches else 80, 1001)
+        fitted = fit_steps(protocol, allowed, at_once=options.get("gpus", 1), **time)
         return fitted.steps, fitted.trunk
 
-    assert fit(1) == (628, 126), (
-        "4 rounds of 628 steps in bf16, 502 in delayed, and two starts take an hour"
-    )
-    assert fit(8) == (1000, 200), "the longest allowed run"
-    assert fit(0.001, steps=90) == (90, 18), "--steps"
-    assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
-    # Runs of n steps take 10 + n and 10 + 0.4 n seconds. Three waves of two, and another one.
-    assert fit(0.9, gpus=2) == (1000, 200)
-    assert fit(0.5, gpus=2) == (628, 126)
-    with pytest.raises(InputError, match="80 steps, which is the minimum") as refused:
-        fit(0.1)
-    suggested_hours = float(str(refused.value).split()[-3])
-    assert fit(suggested_hours)[0] >= 80
+    if expected:
+        assert fit(hours) == expected
+    else:
+        with pytest.raises(InputError, match="80 steps, which is the minimum") as refused:
+            fit(hours)
+        assert fit(float(str(refused.value).split()[-3]))[0] >= 80
 
 
 @pytest.mark.parametrize(
@@ -95,15 +120,11 @@ def test_too_few_steps_are_refused_before_packs_are_prepared(
 def test_too_few_hours_leave_no_protocol(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """The trials have ended, so more hours continue with them."""
     recipe = small_recipe | {"batch": {"tokens": 32, "microbatch": 1}, "train": {"epochs": 1}}
-    file = write_recipe(recipe, tmp_path)
-    folder = tmp_path / "which"
-    trainings = WhichTrainings(load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", folder)
-    for cell in trainings.trials(["fp32", "bf16"]).cells:
+    for cell in trainings_of(recipe, tmp_path).trials(["fp32", "bf16"]).cells:
         leave_behind(cell, held_out=2.0, tokens_per_second=32)
-    command = [str(file), "--run_dir", str(folder), "--precisions", "fp32,bf16"]
     with pytest.raises(InputError, match=r"--hours 0\.01: .* set --hours to [0-9.]+ or more"):
-        which.main(commands.read("which", [*command, "--hours", "0.01"]))
-    assert not (folder / "which.json").exists()
+        ask(tmp_path, "--precisions", "fp32,bf16", "--hours", "0.01")
+    assert not (tmp_path / "which" / "which.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +140,12 @@ def test_too_few_hours_leave_no_protocol(small_recipe: dict[str, Any], tmp_path:
         (["--steps", "79"], {}, "--steps"),
         (["--steps", "0"], {}, "0 is not a whole number of at least 1"),
         (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
+        (["--gpus", "0"], {}, "--gpus"),
+        (
+            ["--seeds", "3", "--precisions", "bf16,delayed,current,block,nvfp4"],
+            {},
+            "--seeds 3: .* 5 precisions needs at least 4 seeds",
+        ),
         (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),
         # All trainings branch from the recipe's checkpoint.
@@ -132,25 +159,10 @@ def test_options_without_an_answer_are_refused_before_anything_runs(
     small_recipe: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
+    write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=message):
-        which.main(
-            commands.read("which", [str(file), *arguments, "--run_dir", str(tmp_path / "which")])
-        )
-    assert not (tmp_path / "which").exists()
-
-
-def test_too_few_seeds_for_the_candidates_are_refused_at_once(
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    file = write_recipe(small_recipe | {"train": {"steps": 500}}, tmp_path)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--seeds", "3"]
-    with pytest.raises(InputError, match=r"--seeds 3: .* 5 precisions needs at least 4 seeds"):
-        which.main(
-            commands.read("which", [*command, "--precisions", "bf16,delayed,current,block,nvfp4"])
-        )
-    assert not (tmp_path / "which" / "trial").exists()
+        ask(tmp_path, *arguments)
+    assert not list(tmp_path.glob("which/*"))
 
 
 def test_an_epoch_ends_when_one_source_is_used_up(
@@ -192,10 +204,7 @@ def test_a_stream_that_ends_in_its_first_part_is_an_epoch(
 
 
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    file = write_recipe(small_recipe, tmp_path)
-    trainings = WhichTrainings(
-        load_recipe(file), file, (), CONFIGURATIONS / "bf16.yaml", tmp_path / "which", gpus=2
-    )
+    trainings = trainings_of(small_recipe, tmp_path, file="bf16", gpus=2)
     assert trainings.trials(["fp32", "bf16"]).at_once == 2
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
     matrix = trainings.rounds(protocol, [42, 43], ["bf16"])
@@ -210,8 +219,6 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
     assert rounds.planned_seconds() == 5 * (405 + 325) / 2
     assert Rounds(protocol).rounds_together() == 1
     assert Rounds(protocol).seconds(["bf16"]) == 405 + 325
-    with pytest.raises(InputError, match="--gpus"):
-        which.main(commands.read("which", [str(file), "--gpus", "0"]))
 
 
 def test_no_training_starts_after_a_baseline_that_failed(
@@ -220,16 +227,8 @@ def test_no_training_starts_after_a_baseline_that_failed(
     """The baseline's learning rate is so large that its first loss after an update is NaN."""
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
-    file = write_recipe(small_recipe, tmp_path)
     overrides = ("optimizer.learning_rate=1e30", "parity=false")
-    trainings = WhichTrainings(
-        load_recipe(file, overrides),
-        file,
-        overrides,
-        CONFIGURATIONS / "cpu.yaml",
-        tmp_path / "which",
-    )
-    matrix = trainings.trials(["fp32", "bf16"])
+    matrix = trainings_of(small_recipe, tmp_path, *overrides).trials(["fp32", "bf16"])
     with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
         train(matrix, may_fail=False)
     assert [cell.log.exists() for cell in matrix.cells] == [True, False]
@@ -239,10 +238,8 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
     small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`block` needs a multiple of 128 tokens."""
-    file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
-    trainings = WhichTrainings(
-        load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
-    )
+    small_recipe["data"]["length"] = 64
+    trainings = trainings_of(small_recipe, tmp_path)
     cells = trainings.trials(["bf16", "block", "mxfp8"]).cells
     assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
@@ -254,25 +251,20 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
 def test_a_candidate_has_the_options_that_its_precision_accepts(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    file = write_recipe(
-        small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path
-    )
+    """The values of the command precede the overrides."""
     overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
     names = ["bf16", "delayed", "current", "nvfp4"]
-    recipe = load_recipe(file, overrides)
-    trainings = WhichTrainings(
-        recipe, file, overrides, CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
-    )
+    recipe = small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}
+    trainings = trainings_of(recipe, tmp_path, *overrides)
     settings = [cell.recipe.fp8_config for cell in trainings.trials(names).cells]
     options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
     common = {(fp8_config.on_unsupported, fp8_config.scope) for fp8_config in settings}
-    assert common == {("emulate", "linear")}, "the command's values precede the overrides"
+    assert common == {("emulate", "linear")}
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     checkpoint = trainings.rounds(protocol, [42], ["current"]).cells[0].recipe.checkpoint
-    assert checkpoint.every == 80 and checkpoint.keep == 400, (
-        "checkpoints of interrupted runs must not displace the trunk's checkpoint"
-    )
+    # Checkpoints of interrupted runs must not displace the trunk's checkpoint.
+    assert checkpoint.every == 80 and checkpoint.keep == 400
     best = Verdict("current", speedup=1.2, tokens=1.0, gain_interval=[1.1, 1.3], advice=USE)
-    text = answer(trainings, protocol, [best])
-    assert load_recipe(file, text.splitlines()[-1].split()[6:]).fp8_config.margin is None
+    command = answer(trainings, protocol, [best]).splitlines()[-1].split()
+    assert load_recipe(tmp_path / "recipe.yaml", command[6:]).fp8_config.margin is None

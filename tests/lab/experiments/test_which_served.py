@@ -181,24 +181,26 @@ def test_a_mistake_in_candidates_is_refused_before_any_training(
     assert not list(tmp_path.glob("which/*/*"))
 
 
+def trainings_of(file: Path, settings: dict[str, Any] | None, **options: Any) -> WhichTrainings:
+    """Return the trainings of a question about candidates."""
+    accelerate = CONFIGURATIONS / options.pop("config", "cpu.yaml")
+    recipe = options.pop("recipe", None) or load_recipe(file)
+    folder = file.parent / "which"
+    return WhichTrainings(recipe, file, (), accelerate, folder, None, settings, **options)
+
+
 def test_phases_that_are_too_long_for_the_hours_leave_no_plan(
-    recipe: dict[str, Any], tmp_path: Path
+    recipe: dict[str, Any], tmp_path: Path, ask: Callable[..., int]
 ) -> None:
     """A step takes 1 s, so 5 rounds of 90 steps fit into the hours. An epoch has 120 steps."""
-    file = write_recipe(recipe, tmp_path)
     late = {"precision": [{"until": 100, "use": "bf16"}, {"use": "nvfp4"}]}
-    (tmp_path / "candidates.yaml").write_text(yaml.safe_dump({"bf16": {}, "late": late}))
-    folder = tmp_path / "which"
-    command = [str(file), "--candidates", str(tmp_path / "candidates.yaml"), "--run_dir"]
-    options = commands.read("which", [*command, str(folder), "--hours", "0.225"])
-    accelerate = CONFIGURATIONS / "cpu.yaml"
-    settings = which.read_candidates(options, accelerate)
-    trainings = WhichTrainings(load_recipe(file), file, (), accelerate, folder, None, settings)
-    for cell in trainings.trials(list(settings)).cells:
+    candidates = {"bf16": {"precision": "bf16"}, "late": late}
+    trainings = trainings_of(write_recipe(recipe, tmp_path), candidates)
+    for cell in trainings.trials(list(candidates)).cells:
         leave_behind(cell, held_out=2.0, tokens_per_second=128)
     with pytest.raises(InputError, match=r"end after step 100 of (8[0-9]|90)"):
-        which.main(options)
-    assert not (folder / "which.json").exists()
+        ask(candidates, "--hours", "0.225")
+    assert not (tmp_path / "which" / "which.json").exists()
 
 
 def test_a_trial_refuses_a_head_that_an_earlier_phase_refuses(
@@ -240,57 +242,42 @@ def test_a_mean_needs_the_number_of_steps(ask: Callable[..., int]) -> None:
 def test_the_decay_of_a_candidate_is_a_share_of_the_trained_steps(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    file = write_recipe(recipe, tmp_path)
     settings = {"base": {}, "long": {"schedule.decay": 0.5}}
-    trainings = WhichTrainings(
-        load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path, candidates=settings
-    )
-    names = list(settings)
-    protocol = Protocol(
-        str(tmp_path / "step-00000060"), 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 100, 60
-    )
-    decays = [
-        cell.recipe.schedule.decay for cell in trainings.rounds(protocol, [1], ["long"]).cells
-    ]
+    trainings = trainings_of(write_recipe(recipe, tmp_path), settings)
+    checkpoint = str(tmp_path / "step-00000060")
+    seconds = dict.fromkeys(settings, 1.0)
+    protocol = Protocol(checkpoint, 0.003, list(settings), seconds, 1.0, 3, 100, 60)
+    cells = trainings.rounds(protocol, [1], ["long"]).cells
+    decays = [cell.recipe.schedule.decay for cell in cells]
     assert decays == pytest.approx([0.2 * 0.4, 0.5 * 0.4])
 
 
+@pytest.mark.parametrize("name", ["mean", "tail"])
 def test_the_recommended_command_trains_the_candidate(
-    recipe: dict[str, Any], tmp_path: Path
+    name: str, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_recipe(recipe, tmp_path)
     (tmp_path / "candidates.yaml").write_text(yaml.safe_dump(CANDIDATES))
     command = [str(file), "--served", "nvfp4", "--candidates", str(tmp_path / "candidates.yaml")]
     options = commands.read("which", [*command, "--steps", "80"])
-    accelerate = CONFIGURATIONS / "bf16.yaml"
-    settings = which.read_candidates(options, accelerate)
-    trainings = WhichTrainings(
-        which.checked_recipe(options), file, (), accelerate, tmp_path, None, settings
-    )
-    names = list(settings)
-    protocol = Protocol(
-        None, 0.003, names, dict.fromkeys(names, 1.0), 1.0, 4, 80, 16, "nvfp4", settings
-    )
-    for name in names[1:]:
-        best = Verdict(
-            name, word=BETTER, advice=USE, speedup=1.0, tokens=0.9, gain_interval=[1.05, 1.2]
-        )
-        text = answer(trainings, protocol, [best])
-        assert text.startswith("Judged by the held-out loss of the model served in nvfp4:\n")
-        assert f"Train with {name}: 1.11 times (1.05 to 1.20) bf16's speed" in text
-        *_, arguments = text.split("train_accelerate.py ")
-        trained = load_recipe(file, shlex.split(arguments)[1:])
-        (cell,) = (
-            cell
-            for cell in trainings.rounds(protocol, [1], [name]).cells
-            if cell.name == f"{name}-seed=1"
-        )
-        assert trained.precision == cell.recipe.precision
-        assert trained.schedule.decay == cell.recipe.schedule.decay
-        assert trained.evaluate.served == "nvfp4"
-        assert trained.evaluate.merge == cell.recipe.evaluate.merge
-        assert trained.checkpoint.every == cell.recipe.checkpoint.every or name == "tail"
-        check_settings(trained.model_copy(update={"train": TrainSettings(steps=80)}), "bf16", 1)
+    settings = which.read_candidates(options, CONFIGURATIONS / "bf16.yaml")
+    checked = which.checked_recipe(options)
+    trainings = trainings_of(file, settings, config="bf16.yaml", recipe=checked)
+    seconds = dict.fromkeys(settings, 1.0)
+    steps = (4, 80, 16, "nvfp4", settings)
+    protocol = Protocol(None, 0.003, list(settings), seconds, 1.0, *steps)
+    gain = {"speedup": 1.0, "tokens": 0.9, "gain_interval": [1.05, 1.2]}
+    text = answer(trainings, protocol, [Verdict(name, word=BETTER, advice=USE, **gain)])
+    assert text.startswith("Judged by the held-out loss of the model served in nvfp4:\n")
+    assert f"Train with {name}: 1.11 times (1.05 to 1.20) bf16's speed" in text
+    trained = load_recipe(file, shlex.split(text.rpartition("train_accelerate.py ")[2])[1:])
+    cells = trainings.rounds(protocol, [1], [name]).cells
+    (judged,) = (cell.recipe for cell in cells if cell.name == f"{name}-seed=1")
+    assert trained.precision == judged.precision
+    assert trained.schedule.decay == judged.schedule.decay
+    assert (trained.evaluate.served, trained.evaluate.merge) == ("nvfp4", judged.evaluate.merge)
+    assert trained.checkpoint.every == judged.checkpoint.every or name == "tail"
+    check_settings(trained.model_copy(update={"train": TrainSettings(steps=80)}), "bf16", 1)
 
 
 def test_plans_of_earlier_versions_can_be_read() -> None:

@@ -45,17 +45,16 @@ def plan(
     **changes: Any,
 ) -> Plan:
     settings = settings or recipe()
-    values = {"packs": 22_206, "mean_squared": 745.0} | changes
-    if "schedule" not in values:
-        values["schedule"] = schedule_of(
-            settings, active_in("bf16", "torch"), packs=values["packs"]
-        )
+    schedule = changes.get("schedule") or schedule_of(settings, active_in("bf16", "torch"))
     flops = flops_of(model)
     values = {
-        "layers": compiled_layers(flops, values["schedule"]),
+        "packs": 22_206,
+        "mean_squared": 745.0,
+        "schedule": schedule,
+        "layers": compiled_layers(flops, schedule),
         "attention": Choice("packed_fa4", "requested"),
-    } | values
-    return Plan(settings, devices=devices or Devices(), flops=flops, **values)
+    }
+    return Plan(settings, devices=devices or Devices(), flops=flops, **values | changes)
 
 
 def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
