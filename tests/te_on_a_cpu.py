@@ -121,11 +121,7 @@ class _Extension(ModuleType):
         uniform = None
         if quantizer.stochastic_rounding:
             uniform = torch.rand_like(rows, dtype=torch.float32)
-        return quantize_nvfp4(
-            rows,
-            two_dimensional=quantizer.with_2d_quantization,
-            uniform=uniform,
-        )
+        return quantize_nvfp4(rows, two_dimensional=quantizer.with_2d_quantization, uniform=uniform)
 
     def _dequantized(self, rows: Tensor, quantized: Quantized, quantizer: Any) -> Tensor:
         """Return the values of `quantized` in BF16, as the library's kernels compute them."""

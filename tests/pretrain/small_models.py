@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -62,9 +63,10 @@ def plain_loss(plain: PreTrainedModel, packs: Sequence[Pack]) -> Tensor:
     for pack in packs:
         documents = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))
         for ids in map(torch.from_numpy, documents[: len(pack.lengths)]):
-            logits = plain(input_ids=ids[None]).logits[0, :-1]
-            losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
-    return torch.cat(losses).mean() if sum(map(len, losses)) else torch.zeros(())
+            if len(ids) > 1:
+                logits = plain(input_ids=ids[None]).logits[0, :-1]
+                losses.append(F.cross_entropy(logits, ids[1:], reduction="none"))
+    return torch.cat(losses).mean() if losses else torch.zeros(())
 
 
 def random_packs(lengths: Sequence[Sequence[int]], length: int, seed: int = 0) -> list[Pack]:

@@ -281,12 +281,16 @@ def correct(environ: dict[str, str], *, has_gpu: bool = True) -> tuple[int, tupl
     return with_topology(environ, has_gpu=has_gpu)
 
 
+MPI = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OF_ONE = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
-        {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-        {f"OMPI_COMM_WORLD_{key}": "2" for key in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")},
-        {f"MV2_COMM_WORLD_{key}": "2" for key in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")},
+        MPI,
+        {f"OMPI_COMM_WORLD_{key}": "2" for key in OF_ONE},
+        {f"MV2_COMM_WORLD_{key}": "2" for key in OF_ONE},
     ],
 )
 def test_variables_of_mpi_alone_start_one_process(
@@ -295,9 +299,8 @@ def test_variables_of_mpi_alone_start_one_process(
     """The reference is the process group that Accelerate reads from the environment."""
     environ = dict(variables)
     assert correct(environ, has_gpu=False) == (1, ())
-    for key in variables:
-        if key in environ:
-            monkeypatch.setenv(key, environ[key])
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
     group = get_cpu_distributed_information()
     assert (group.world_size, group.rank, group.local_rank, group.local_world_size) == (1, 0, 0, 1)
 

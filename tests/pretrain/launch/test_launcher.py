@@ -16,12 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
+from foundation.settings import parse
 from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from pretrain.__main__ import main
 from pretrain.launch import launcher
 from pretrain.launch.launcher import find_configuration
 from pretrain.settings import commands
-from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 
@@ -131,24 +132,18 @@ def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Pa
 def test_ctrl_c_during_imports_prints_no_traceback(
     package: str, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    interrupt = f"""
+    (tmp_path / "sitecustomize.py").write_text(f"""
 import os, signal, sys
 class Finder:
     def find_spec(name, *_):
         if name == {package!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
-"""
-    (tmp_path / "sitecustomize.py").write_text(interrupt)
-    done = subprocess.run(
-        [sys.executable, "-m", "pretrain", "train", str(write_recipe(small_recipe, tmp_path))],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGINT
-    assert done.stderr == ""
+""")
+    command = [sys.executable, "-m", "pretrain", "train", str(write_recipe(small_recipe, tmp_path))]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_configuration_with_hosts_of_mpirun_is_refused(
@@ -210,11 +205,10 @@ def test_the_configuration_fits_the_machine(
     name: str,
     started: int | None,
     small_recipe: dict[str, Any],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
-    recipe = load_recipe(write_recipe(small_recipe, tmp_path))
+    recipe = parse(Recipe, small_recipe, "recipe.yaml")
     path, number, _ = launcher.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
 

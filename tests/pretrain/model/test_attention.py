@@ -170,10 +170,7 @@ def varlen_attn_on_a_cpu(
     "lengths", [[24], [5, 9, 1, 9, 17, 7], [3, 21, 1, 23, 22, 2], [1] * 10 + [14, 12, 12]], ids=str
 )
 def test_each_document_has_the_attention_of_this_document_alone(
-    lengths: list[int],
-    name: str,
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int], name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leak at one boundary changes only the two documents beside it."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn_on_a_cpu)

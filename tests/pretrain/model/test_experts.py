@@ -140,9 +140,7 @@ def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor
 
 @settings(max_examples=40)
 @given(chosen=CHOSEN)
-def test_emulated_fp8_equals_a_loop_with_one_scale_per_tensor(
-    chosen: list[list[int]],
-) -> None:
+def test_emulated_fp8_equals_a_loop_with_one_scale_per_tensor(chosen: list[list[int]]) -> None:
     hf, context = in_precision("olmoe", "current")
     experts = experts_of(hf)
     x, indices, _, _ = problem(chosen)

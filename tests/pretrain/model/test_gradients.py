@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from packing.batch import StepBatches
 from pretrain.model import gradients
@@ -26,6 +27,7 @@ from pretrain.model.gradients import (
 )
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
+from pretrain.model.wrapping import casting_parameters
 from pretrain.optimizer.adamw import (
     ExactAdamW,
     build_optimizer,
@@ -33,7 +35,10 @@ from pretrain.optimizer.adamw import (
     clip_coefficient,
     gradient_norm,
 )
+from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
+from pretrain.precision.product import LowPrecisionLinear
 from pretrain.settings.recipe import OptimizerSettings
+from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of, to_nearest
 from tests.pretrain.optimizer.test_exact_adamw import master
 from tests.pretrain.small_models import build_model, random_packs
 from tests.pretrain.verify.small_runs import step_of
@@ -289,17 +294,10 @@ MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 
 @pytest.mark.parametrize(
     ("kind", "changes", "microbatches"),
-    [
-        ("qwen3", {}, 5),
-        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, 1),
-        ("qwen3_moe", MOE, 5),
-    ],
+    [("qwen3", {}, 5), ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, 1), ("qwen3_moe", MOE, 5)],
 )
 def test_exact_bf16_weights_train_as_fp32_weights_bit_for_bit(
-    kind: str,
-    changes: dict[str, Any],
-    microbatches: int,
-    accelerator: Accelerator,
+    kind: str, changes: dict[str, Any], microbatches: int, accelerator: Accelerator
 ) -> None:
     fp32 = build_model(kind, cast_to=BF16, **changes)
     exact = build_model(kind, **changes)
@@ -312,3 +310,58 @@ def test_exact_bf16_weights_train_as_fp32_weights_bit_for_bit(
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}
     for actual, reference in zip(figures, expected, strict=True):
         assert torch.equal(actual, reference)
+
+
+# ── Emulated weight gradients ──
+
+TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
+
+
+@pytest.fixture
+def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list that collects the weight gradients of the actual operands, in FP64."""
+    exact: list[Tensor] = []
+    original = EmulatedGemm.factors
+
+    def record(gemm: EmulatedGemm, kind: str, *operands: BothWays) -> list[Operand]:
+        left, right = original(gemm, kind, *operands)
+        if kind == "wgrad":
+            scale = 1.0 if left.scale is None else left.scale.double() * right.scale.double()
+            exact.append(left.values.double() @ right.values.double().t() * scale)
+        return [left, right]
+
+    monkeypatch.setattr(EmulatedGemm, "factors", record)
+    return exact
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+# A square sum would accept a transposed product without an error.
+@pytest.mark.parametrize("out", [OUT, IN])
+def test_many_microbatches_add_up_to_one_sum_in_fp64(
+    precision: str, weights: torch.dtype, kind: type[nn.Module], out: int, wgrads: list[Tensor]
+) -> None:
+    context = context_of(emulation_of(precision, **to_nearest(precision)))
+    linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
+    low = LowPrecisionLinear(linear, "l", context)
+    low.state.add(IN, out)
+    layer = nn.Sequential(low)
+    attach_main_gradients(layer, torch.float32)
+    forward = (
+        layer
+        if weights == torch.bfloat16
+        else casting_parameters(layer, layer.forward, torch.bfloat16)
+    )
+    torch.manual_seed(0)
+    for index in range(MICROBATCHES):
+        context.first_microbatch = index == 0
+        with context.forward(training=True):
+            y = forward(torch.randn(TOKENS, IN).bfloat16())
+        y.backward(torch.randn_like(y) + 0.5)
+    assert len(wgrads) == MICROBATCHES
+    expected = torch.stack(wgrads).sum(0)
+    total = linear.weight.main_grad if kind is nn.Linear else linear.weight.main_grad.t()
+    # If every sum were rounded to BF16, the error would be 2e-3.
+    assert (total.double() - expected).norm() < 1e-6 * expected.norm()
+    assert linear.weight.grad is None

@@ -42,11 +42,7 @@ def defined(kind: str | None, logits: Tensor) -> Tensor:
 
 
 def exact(
-    states: Tensor,
-    linear: nn.Linear,
-    labels: Tensor,
-    kind: str | None = None,
-    weight: float = 0.0,
+    states: Tensor, linear: nn.Linear, labels: Tensor, kind: str | None = None, weight: float = 0.0
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of cross-entropies and penalties, and the gradients of the loss, in FP64.
 

@@ -561,12 +561,7 @@ def test_keys_that_do_not_change_the_weights_are_accepted() -> None:
     ],
 )
 def test_damaged_groups_of_compressed_tensors_are_refused(
-    name: str,
-    size: int,
-    change: Change,
-    message: str,
-    compressed: dict[str, Path],
-    tmp_path: Path,
+    name: str, size: int, change: Change, message: str, compressed: dict[str, Path], tmp_path: Path
 ) -> None:
     quantization = quantization_of(name, GROUPS[name] | {"group_size": size})
     copy_of(compressed[name], tmp_path, quantization, change)

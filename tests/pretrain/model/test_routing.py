@@ -31,16 +31,12 @@ KINDS = {
     [
         *((kind, execution) for kind in KINDS for execution in ("eager", "recomputed")),
         ("qwen3_moe", "compiled"),
-        *(
-            pytest.param(kind, "compiled", marks=pytest.mark.nightly)
-            for kind in ("olmoe", "mixtral")
-        ),
+        pytest.param("olmoe", "compiled", marks=pytest.mark.nightly),
+        pytest.param("mixtral", "compiled", marks=pytest.mark.nightly),
     ],
 )
 def test_the_loss_and_its_gradients_are_those_of_transformers(
-    kind: str,
-    execution: str,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recompute = "full" if execution == "recomputed" else "none"
     packed = build_model(kind, recompute=recompute, **MIXTURE | KINDS[kind]).train()
@@ -50,9 +46,8 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(
         convert(packed.hf, {}, packed.context)
         wrap_layers(packed, ModelSettings(source="none"), cast_to=None, compile_layers=True)
     plain = plain_copy(packed)
-    batch = inputs_of(
-        build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu")
-    )
+    microbatch = build_microbatch(random_packs([[32]], 32), mask_boundaries=True)
+    batch = inputs_of(microbatch, torch.device("cpu"))
     ids = batch["input_ids"].clone()
     batch["labels"] = ids  # each token is its own label
     expected = plain(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss
@@ -62,9 +57,8 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(
     loss.backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(packed.hf.get_parameter(name).grad, parameter.grad, msg=name)
-    assert not any("router_logits" in vars(module) for module in packed.modules()), (
-        "logits would keep activations that backward has freed"
-    )
+    # Logits would keep activations that backward has freed.
+    assert not any("router_logits" in vars(module) for module in packed.modules())
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "afmoe"])
@@ -73,12 +67,9 @@ def test_logits_and_router_weights_are_not_rounded_to_bf16(kind: str) -> None:
 
     The router's weight is a parameter in qwen3_moe and that of a linear in afmoe.
     """
-    sizes = {
-        key: size for key, size in (MIXTURE | KINDS["qwen3_moe"]).items() if "router" not in key
-    }
-    packed = build_model(
-        kind, weights=torch.bfloat16, **sizes | ({"num_dense_layers": 0} if kind == "afmoe" else {})
-    )
+    sizes = MIXTURE | KINDS["qwen3_moe"] | ({"num_dense_layers": 0} if kind == "afmoe" else {})
+    sizes = {key: size for key, size in sizes.items() if "router" not in key}
+    packed = build_model(kind, weights=torch.bfloat16, **sizes)
     router = next(iter(packed.routing.routers))
     (weight,) = router.parameters()
     x = torch.randn(1, 64, 16, dtype=torch.bfloat16, requires_grad=True)

@@ -175,9 +175,7 @@ def test_stochastic_rounding_depends_on_the_seed_for_gradients_only() -> None:
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(
-    recipe: str,
-) -> None:
+def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(recipe: str) -> None:
     results = []
     for recompute in (False, True):
         run = SmallModel(recipe)
@@ -226,9 +224,7 @@ ROLES_AND_AXES = [
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_transposed_views_and_compiled_quantizers_have_the_same_codes(
-    recipe: str,
-) -> None:
+def test_transposed_views_and_compiled_quantizers_have_the_same_codes(recipe: str) -> None:
     torch._dynamo.reset()
     precision = emulation_of(recipe, **to_nearest(recipe)).precision
     x = operands(256, 384)[0]

@@ -64,30 +64,25 @@ def active_everywhere(precision: str, engine: str, keep: tuple[str, ...] = ()) -
 
 
 def assemble(
-    *actives: ActivePrecision, fused: bool, kind: str = "qwen3", **changes: Any
+    active: ActivePrecision, *, fused: bool, kind: str = "qwen3", **changes: Any
 ) -> PackedLanguageModel:
-    """Build a model for one or more precisions. The first precision is active.
-
-    `changes` are changes of the model's configuration.
-    """
+    """Build a model. `changes` are changes of its configuration."""
     sizes = {"vocab_size": 128, "tie_word_embeddings": False}
     hf = build(ARCHITECTURES[kind] | (sizes if kind == "gpt2" else SIZES) | changes)
     model.round_weights(hf, torch.bfloat16)
     layers = decoder_layers(hf)
-    context = PrecisionContext(torch.bfloat16, make_engines(actives, torch.device("cpu")))
+    engines = make_engines([active], torch.device("cpu"))
+    context = PrecisionContext(torch.bfloat16, engines, active)
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
-    quantized = [active for active in actives if active.precision.quantized]
-    decisions = {active: decide(hf, list(layers.values()), active) for active in quantized}
+    is_quantized = active.precision.quantized
+    decisions = decide(hf, list(layers.values()), active) if is_quantized else {}
     if fused:
-        assert not_fused_because("auto", actives[0], "cuda", torch.bfloat16) is None
-        arithmetic = choose_arithmetic(actives[0], "cuda", context)
+        assert not_fused_because("auto", active, "cuda", torch.bfloat16) is None
+        arithmetic = choose_arithmetic(active, "cuda", context)
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=ROTARY, activation=ACTIVATION)
-        by_name = {active.name: made for active, made in decisions.items()}
-        packed.fused = fuse(layers, by_name, arithmetic)
+        packed.fused = fuse(layers, {active.name: decisions}, arithmetic)
         assert not packed.fused.left_out
-    for context.current, made in decisions.items():
-        convert(hf, made, context, packed.fused)
-    context.current = actives[0]
+    convert(hf, decisions, context, packed.fused)
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
     return packed
 
@@ -135,9 +130,7 @@ PER_COMMIT = {("mxfp8", 4), ("mxfp8", 9), ("nvfp4", 3), ("nvfp4", 5)}
     ("precision", "kind", "keep"),
     [
         pytest.param(
-            precision,
-            *case,
-            marks=[] if (precision, number) in PER_COMMIT else pytest.mark.nightly,
+            precision, *case, marks=[] if (precision, number) in PER_COMMIT else pytest.mark.nightly
         )
         for precision in ON_BLACKWELL
         for number, case in enumerate(KEPT)

@@ -1,4 +1,4 @@
-"""Fused decoder layers: the choice of layers, and results compared with those of transformers."""
+"""Fused decoder layers: their choice, stacked weights, and results as those of transformers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic
+from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic, StackedLinear
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import choose_arithmetic, fuse, not_fused_because, wrap_layers
 from pretrain.precision.product import PrecisionContext
@@ -142,3 +144,42 @@ def test_generation_uses_the_original_layers(config: dict[str, Any]) -> None:
         hf.eval().set_attn_implementation("sdpa")
         texts.append(hf.generate(torch.tensor([[3, 5, 7]]), **options))
     assert torch.equal(*texts)
+
+
+# ── Stacked weights ──
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> StackedLinear:
+    """Draw one to four linears of different widths, with or without biases."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    columns = draw(st.integers(1, 9))
+    stored, computed = draw(DTYPES), draw(DTYPES)
+    bias = draw(st.booleans())
+    linears = [
+        nn.Linear(columns, rows, bias=bias)
+        for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    ]
+    named = {str(index): linear.to(stored) for index, linear in enumerate(linears)}
+    return StackedLinear("all", named, PrecisionContext(computed))
+
+
+@given(stacks())
+def test_the_matrix_has_the_rows_of_all_linears_in_order(stack: StackedLinear) -> None:
+    dtype = stack.context.compute_dtype
+    stored = stack.weights[0].dtype
+    parameters = [*stack.weights, *stack.biases]
+    expected = torch.cat([weight.detach() for weight in stack.weights])
+    before = [p.detach().clone() for p in parameters]
+    separate = stack.matrix()
+    stack.lay_together()
+    for matrix in (separate, stack.matrix()):
+        assert matrix.dtype == dtype and matrix.is_contiguous() and not matrix.requires_grad
+        assert torch.equal(matrix, expected.to(dtype))
+    assert (stack.matrix().data_ptr() == stack.weights[0].data_ptr()) == (dtype == stored)
+    for parameter, same, value in zip(
+        [*stack.weights, *stack.biases], parameters, before, strict=True
+    ):
+        assert parameter is same and torch.equal(parameter, value)
