@@ -157,6 +157,13 @@ def test_a_weight_may_have_uses_with_and_without_direct_sums() -> None:
     assert linear.weight.grad is None
 
 
+def test_a_gradient_of_zeros_reaches_its_parameter() -> None:
+    reached, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    attach_main_gradients(nn.ModuleList([reached, other]), FP32)
+    (reached(torch.randn(4, 3)) * 0).sum().backward()
+    assert was_reached(reached.weight) and not was_reached(other.weight)
+
+
 # ── Over ranks ──
 
 BUCKET = 40  # values; several matrices of the model have more
