@@ -15,75 +15,42 @@ from pretrain.metrics.flops import ModelFlops, nanogpt
 from tests.pretrain.plan.plan_recipe import on_meta
 
 QWEN3_1_7B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 28, "head_dim": 128},
+    **{"hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": True},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8},
 }
 TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
+    **{"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4},
 }
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 
 
 def test_weights_outside_of_recognized_products_are_listed() -> None:
-    model = on_meta(
-        {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 96}
-    )
+    model = on_meta(GPT2)
     model.register_parameter("more", torch.nn.Parameter(torch.empty(4, 4, device="meta")))
     assert ModelFlops.of(model).uncounted == ("more",)
-    by_layer = on_meta(
-        TINY
-        | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
-    )
+    experts = {"num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
+    by_layer = on_meta({"model_type": "hunyuan_v1_moe", **TINY, **experts})
     uncounted = ModelFlops.of(by_layer).uncounted
     assert uncounted and all(".experts." in name for name in uncounted)
 
 
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 COUNTED_BY_TORCH = [
-    {
-        "model_type": "qwen3",
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        **TINY,
-    },
-    {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},
-    {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
-    {
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        **TINY,
-    },
-    {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-        **TINY,
-    },
-    {"model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
-    | {**TINY, "num_key_value_heads": 2},
-    {
-        "model_type": "ernie4_5_moe",
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 16,
-        "moe_layer_start_index": 1,
-    }
-    | {**TINY, "num_key_value_heads": 4, "pad_token_id": 0},
-    {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+    GPT2,
+    TINY | TIED | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    TINY | {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False},
+    TINY | TIED | {"model_type": "qwen2", "num_key_value_heads": 1},
+    TINY
+    | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 16, "head_dim": 8},
+    TINY | EXPERTS | {"model_type": "mixtral", "num_key_value_heads": 4},
+    TINY | EXPERTS | {"model_type": "jetmoe", "kv_channels": 16, "num_key_value_heads": 2},
+    TINY
+    | {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "num_key_value_heads": 4}
+    | {"moe_intermediate_size": 16, "moe_layer_start_index": 1, "pad_token_id": 0},
 ]
 
 
@@ -121,17 +88,11 @@ MODELS = {
     "GPT-2 124M": {"model_type": "gpt2"},
     "Qwen3-1.7B": QWEN3_1_7B,
     "Llama-3.1-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
+        **{"model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 32},
+        **{"hidden_size": 4096, "intermediate_size": 14336, "tie_word_embeddings": False},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
 }
-
 FORMULAS = {
     "ours": lambda model, length: model.step(length, length**2) / length,
     "nanogpt": nanogpt,

@@ -10,28 +10,15 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
+from pretrain.metrics.run_record import RunRecord, last_screen, read_run, summary
 from pretrain.metrics.trackers import JsonlTracker
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
-    measured = {
-        "step_ms": 500.0,
-        "data_wait_ms": 1.0,
-        "tokens_per_second": 47_512.0,
-        "memory_gib": 80.94,
-        "recompiles": 0,
-    }
-    return (
-        {
-            "step": number,
-            "tokens": number * 131_072,
-            "epoch": number / 694,
-            "loss": 3.0 - number / 1000,
-        }
-        | measured
-        | changes
-    )
+    progress = {"tokens": number * 131_072, "epoch": number / 694, "loss": 3.0 - number / 1000}
+    measured = {"step_ms": 500.0, "data_wait_ms": 1.0, "tokens_per_second": 47_512.0}
+    measured |= {"memory_gib": 80.94, "recompiles": 0}
+    return {"step": number, **progress, **measured, **changes}
 
 
 def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
@@ -42,13 +29,8 @@ def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, 
 
 
 def evaluation(step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "event": "evaluation",
-        "held_out_loss": 2.9512,
-        "held_out_perplexity": 19.129,
-        "held_out_tokens": 900,
-    }
+    losses = {"held_out_loss": 2.9512, "held_out_perplexity": 19.129, "held_out_tokens": 900}
+    return {"step": step, "event": "evaluation", **losses}
 
 
 def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
@@ -67,33 +49,33 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
         "model": [f"{folder}/final"],
     }.items():
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
-    _, rows = screen(tmp_path / "short", [step(n) for n in range(1, 9)])
-    assert rows["mean loss"].endswith("(training loss, steps 1 to 8)")
-    _, rows = screen(tmp_path / "long", [step(n) for n in range(1, 71)])
-    assert rows["mean loss"].endswith("(training loss, steps 7 to 70)")
+    for steps, first in ((8, 1), (70, 7)):
+        _, rows = screen(tmp_path / str(steps), [step(n) for n in range(1, steps + 1)])
+        assert rows["mean loss"].endswith(f"(training loss, steps {first} to {steps})")
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "3", "null", '{"loss": 2.0}', '{"step": "x"}', '{"step": 1.5}']
+    ("line", "words"),
+    [
+        *(
+            (line, "metrics\\.jsonl.*; remove that line")
+            for line in ("[1]", "3", "null", '{"loss": 2.0}', '{"step": "x"}', '{"step": 1.5}')
+        ),
+        ('{"step": 2, "tokens"', r"metrics\.jsonl, line 3: "),
+    ],
 )
-def test_a_line_of_another_shape_is_one_message(line: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in [step(1), step(2)]))
-    (run / "config.yaml").write_text("name: x\n")
+def test_a_wrong_line_is_reported_to_readers_and_resumed_runs(
+    line: str, words: str, tmp_path: Path
+) -> None:
+    screen(tmp_path / "run", [step(1), step(2)])
+    metrics = tmp_path / "run" / "metrics.jsonl"
     with metrics.open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(InputError, match=r"metrics\.jsonl.*; remove that line"):
-        read_run(run)
-
-
-@pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 2.0}', '{"step": "x"}'])
-def test_a_resumed_run_reports_a_line_of_another_shape(line: str, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written"):
-        JsonlTracker(metrics, resumed_step=2).start()
+    with pytest.raises(InputError, match=words):
+        read_run(tmp_path / "run")
+    if line != '{"step": 1.5}':
+        with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written"):
+            JsonlTracker(metrics, resumed_step=2).start()
 
 
 def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> None:
@@ -111,21 +93,12 @@ def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> No
     assert (runs["earlier"].when_evaluated, runs["end"].when_evaluated) == (" (step 2)", "")
 
 
-def test_a_damaged_line_is_reported_with_file_and_line(tmp_path: Path) -> None:
-    screen(tmp_path / "run", [step(1)])
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "tokens"\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: "):
-        read_metrics(tmp_path / "run")
-
-
 def test_a_step_without_labels_counts_neither_as_loss_nor_as_failure(tmp_path: Path) -> None:
     blank = {"loss": None, "unlabelled": True}
     screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
     run = read_run(tmp_path / "run")
-    assert (
-        run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
-    )
+    assert run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2)
+    assert "loss" not in run.summary
     assert not run.failure
     screen(tmp_path / "failed", [step(1), step(2, loss=None), step(3, **blank)])
     assert read_run(tmp_path / "failed").failure, "null without `unlabelled` was NaN"

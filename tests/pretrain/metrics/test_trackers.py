@@ -17,12 +17,8 @@ from foundation.errors import InputError
 from pretrain.metrics.trackers import JsonlTracker, Trackers, check_trackers
 from pretrain.settings.recipe import LogSettings
 
-CONFIG = {
-    "name": "demo",
-    "seed": 42,
-    "optimizer": {"betas": [0.9, 0.95], "clip": None},
-    "data": {"mask_boundaries": True},
-}
+CONFIG = {"name": "demo", "seed": 42, "data": {"mask_boundaries": True}}
+CONFIG |= {"optimizer": {"betas": [0.9, 0.95], "clip": None}}
 
 
 def trackers_of(names: list[str], run_dir: Path, resumed_step: int = 0) -> Trackers:
@@ -44,13 +40,10 @@ def lines(path) -> list[dict]:
 numbers = st.floats() | st.integers(-(2**53), 2**53) | st.none() | st.booleans() | st.text()
 
 
-@given(
-    records=st.lists(
-        st.dictionaries(
-            st.text(min_size=1), numbers | st.lists(numbers) | st.dictionaries(st.text(), numbers)
-        )
-    )
-)
+values = numbers | st.lists(numbers) | st.dictionaries(st.text(), numbers)
+
+
+@given(records=st.lists(st.dictionaries(st.text(min_size=1), values)))
 def test_logged_values_are_read_back_with_null_for_nan_and_infinity(records, tmp_path_factory):
     def expected(value):
         if isinstance(value, float) and not math.isfinite(value):
