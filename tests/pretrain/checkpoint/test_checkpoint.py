@@ -31,9 +31,10 @@ MODEL, OPTIMIZER = (
 )
 
 
-def tensors_of(
-    step: int, rows: int = 40
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(step: int, rows: int = 40) -> tuple[Tensors, Tensors]:
     """Return tensors of a small model and optimizer, with different values for each step."""
     generator = torch.Generator().manual_seed(step)
     model = {
@@ -49,12 +50,12 @@ def tensors_of(
     return model, optimizer
 
 
-def all_tensors_of(step: int) -> dict[str, torch.Tensor]:
-    model, optimizer = tensors_of(step)
+def all_tensors_of(step: int, rows: int = 40) -> Tensors:
+    model, optimizer = tensors_of(step, rows)
     return model | optimizer
 
 
-def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def blank(tensors: Tensors) -> Tensors:
     return {name: torch.full_like(tensor, 7) for name, tensor in tensors.items()}
 
 
@@ -64,14 +65,12 @@ def save(checkpoints: Checkpoints, step: int, rows: int = 40) -> Path:
 
 def assert_holds(path: Path, step: int, rows: int = 40) -> None:
     """Assert that the checkpoint at `path` is intact and holds the tensors of `step`."""
-    model, optimizer = tensors_of(step, rows)
-    loaded_model = blank(model)
-    loaded_optimizer = blank(optimizer)
+    expected = all_tensors_of(step, rows)
+    loaded = blank(expected)
     checkpoints = Checkpoints(path.parent, keep=1)
-    checkpoints.load(path, loaded_model | loaded_optimizer)
+    checkpoints.load(path, loaded)
     assert checkpoints.read_state(path) == {"step": step}
-    assert all(torch.equal(loaded_model[name], model[name]) for name in model)
-    assert all(torch.equal(loaded_optimizer[name], optimizer[name]) for name in optimizer)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 def names(folder: Path) -> list[str]:
@@ -227,20 +226,21 @@ def test_a_step_that_was_just_saved_or_loaded_is_not_saved_again(tmp_path):
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_the_last_checkpoint_before_the_decay_is_never_deleted(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1, before=25)
-    for step in (10, 20, 30, 40):
+@pytest.mark.parametrize(
+    ("options", "saved", "kept"),
+    [
+        # The last checkpoint before the decay is never deleted.
+        ({"keep": 1, "before": 25}, [10, 20, 30, 40], [20, 40]),
+        # Checkpoints to average outlive those of interruptions.
+        ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40], [20, 30, 33, 36, 40]),
+        ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40, 50], [30, 36, 40, 50]),
+    ],
+)
+def test_checkpoints_before_a_decay_and_for_an_average_are_kept(tmp_path, options, saved, kept):
+    checkpoints = Checkpoints(tmp_path, **options)
+    for step in saved:
         save(checkpoints, step)
-    assert names(tmp_path) == ["step-00000020", "step-00000040"]
-
-
-def test_checkpoints_to_average_outlive_those_of_interruptions(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=3, merge=3, every=10)
-    for step in (10, 20, 30, 33, 36, 40):
-        save(checkpoints, step)
-    assert names(tmp_path) == [f"step-000000{step}" for step in (20, 30, 33, 36, 40)]
-    save(checkpoints, 50)
-    assert names(tmp_path) == [f"step-000000{step}" for step in (30, 36, 40, 50)]
+    assert names(tmp_path) == [f"step-{step:08}" for step in kept]
 
 
 def test_abandoned_checkpoints_stay_until_the_next_save(tmp_path):

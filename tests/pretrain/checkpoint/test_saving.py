@@ -141,20 +141,18 @@ def complete_when_all_have_written(rank: int, checkpoints: Checkpoints, folder: 
     torch.distributed.destroy_process_group()
 
 
+def start_two(work: Callable[..., None], folder: Path, *, join: bool = True) -> Any:
+    """Run `in_a_group` in two processes."""
+    start = torch.multiprocessing.start_processes
+    return start(in_a_group, (str(folder), work), nprocs=2, start_method="fork", join=join)
+
+
 def test_a_checkpoint_is_complete_when_all_ranks_have_written(tmp_path: Path):
-    arguments = str(tmp_path), complete_when_all_have_written
-    torch.multiprocessing.start_processes(in_a_group, args=arguments, nprocs=2, start_method="fork")
+    start_two(complete_when_all_have_written, tmp_path)
 
 
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before_it(tmp_path: Path):
-    start = torch.multiprocessing.start_processes
-    ranks = start(
-        in_a_group,
-        args=(str(tmp_path), die_while_writing),
-        nprocs=2,
-        start_method="fork",
-        join=False,
-    )
+    ranks = start_two(die_while_writing, tmp_path, join=False)
     for process in ranks.processes:
         process.join()
     assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]
@@ -182,6 +180,5 @@ def run_out_of_memory_on_rank_1(rank: int, checkpoints: Checkpoints, folder: Pat
 
 
 def test_an_error_in_one_ranks_thread_is_raised_on_all_ranks(tmp_path: Path):
-    arguments = str(tmp_path), run_out_of_memory_on_rank_1
-    torch.multiprocessing.start_processes(in_a_group, args=arguments, nprocs=2, start_method="fork")
+    start_two(run_out_of_memory_on_rank_1, tmp_path)
     assert names(tmp_path / "checkpoints") == ["step-00000001"]

@@ -112,14 +112,13 @@ def test_tensorboard_gets_numbers_and_samples(tmp_path, state):
     trackers.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-    assert (
-        events.Scalars("tokens_per_second")[0].value == 1001.0
-        and events.Scalars("held_out_loss")[0].step == 2
-    )
+    assert events.Scalars("tokens_per_second")[0].value == 1001.0
+    assert events.Scalars("held_out_loss")[0].step == 2
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 2, 2]
 
 
+@pytest.mark.nightly
 def test_wandb_resumes_its_run(tmp_path, state, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -140,6 +139,7 @@ def test_wandb_resumes_its_run(tmp_path, state, monkeypatch):
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.nightly
 def test_mlflow_writes_into_the_folder_of_the_environment_variable(tmp_path, state, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
