@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import AttentionInterface
 
 from foundation.overrides import overridden
 from packing.batch import Microbatch
 from pretrain.model import attention
 from pretrain.model.loss.head import LossHead
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision import delayed_state
 from pretrain.run import evaluate
 from tests.pretrain.verify.faults import (
@@ -27,8 +23,10 @@ from tests.pretrain.verify.faults import (
     Make,
     Patch,
     changing_inputs,
+    changing_kernel,
     delayed,
     fault,
+    patching,
 )
 from tests.pretrain.verify.small_runs import SmallRun
 from tests.pretrain.verify.update_faults import PENALIZED
@@ -57,17 +55,12 @@ def changing_attention_of_one_layer(change: Callable[..., dict[str, Any]]) -> Ma
     `change` is called with the query, the key, the value, and the other arguments.
     """
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        kernel = AttentionInterface._global_mapping["packed_sdpa"]
+    def changed(kernel: Any, module: Any, *states: Tensor, **options: Any) -> Any:
+        if module.layer_idx == 1:
+            options |= change(*states[:3], **options)
+        return kernel(module, *states, **options)
 
-        def changed(module: Any, *states: Tensor, **options: Any) -> Any:
-            if module.layer_idx == 1:
-                options |= change(*states[:3], **options)
-            return kernel(module, *states, **options)
-
-        patch.setitem(AttentionInterface._global_mapping, "packed_sdpa", changed)
-
-    return make
+    return changing_kernel(changed)
 
 
 def in_two_layers(run: SmallRun) -> bool:
@@ -159,28 +152,17 @@ def one_document_shifted(inputs: Inputs) -> Inputs:
 
 
 @fault("the held-out loss includes the penalty", loss=PENALIZED)
-def penalty_in_held_out_loss(run: SmallRun, patch: Patch) -> None:
-    def changed(head: LossHead, *inputs: Any) -> Tensor:
-        with overridden(head, training=True):
-            return forward(head, *inputs)
-
-    forward = LossHead.forward
-    patch.setattr(LossHead, "forward", changed)
+@patching(LossHead, "forward")
+def penalty_in_held_out_loss(run: SmallRun, real: Any, head: LossHead, *inputs: Any) -> Tensor:
+    with overridden(head, training=True):
+        return real(head, *inputs)
 
 
 def changing_evaluation(change: Callable[[list[Microbatch]], Iterable[Microbatch]]) -> Make:
     """Return a fault that evaluates `change(microbatches)` instead of the microbatches."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(
-            model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator
-        ) -> Tensor:
-            return sums(model, change(list(batches)), accelerator)
-
-        sums = evaluate.held_out_sums
-        patch.setattr(evaluate, "held_out_sums", changed)
-
-    return make
+    return patching(evaluate, "held_out_sums")(
+        lambda run, real, model, batches, *rest: real(model, change(list(batches)), *rest)
+    )
 
 
 fault("the last microbatch of an evaluation is dropped")(
@@ -208,24 +190,10 @@ def evaluation_leaks(run: SmallRun, patch: Patch) -> None:
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────
 
 
-def changing_update_of_scales(change: Callable[..., tuple[Tensor, Tensor]]) -> Make:
-    """Return a fault that replaces the update of history and scale.
-
-    `change` is called with the correct function and its arguments.
-    """
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        update = delayed_state.update_scale
-        patch.setattr(delayed_state, "update_scale", partial(change, update))
-
-    return make
-
-
 @fault("scales are computed from the newest amax, not from the largest", delayed)
-@changing_update_of_scales
-def newest_amax(update: Callable[..., Any], *history_and_rule: Any) -> tuple[Tensor, Tensor]:
-    *rest, _ = history_and_rule
-    return update(*rest, "most_recent")
+@patching(delayed_state, "update_scale")
+def newest_amax(run: SmallRun, real: Any, *rule: Any) -> tuple[Tensor, Tensor]:
+    return real(*rule[:-1], "most_recent")
 
 
 @fault("amax histories have half of their length", delayed)
@@ -238,10 +206,8 @@ def half_of_the_history(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("an amax history drops its newest amax", delayed)
-@changing_update_of_scales
-def newest_amax_dropped(
-    update: Callable[..., Any], history: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    following, scale = update(history, *rest)
+@patching(delayed_state, "update_scale")
+def newest_amax_dropped(run: SmallRun, real: Any, *rule: Any) -> tuple[Tensor, Tensor]:
+    following, scale = real(*rule)
     following[-1] = following[-2]
     return following, scale

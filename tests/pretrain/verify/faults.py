@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -89,6 +91,34 @@ def fault(
         return make
 
     return register
+
+
+def patching(owner: Any, name: str) -> Callable[[Callable[..., Any]], Make]:
+    """Return a decorator for the replacement of the function `owner.name`.
+
+    The decorated function is called with the run, the replaced function and the arguments of a
+    call. `owner` may be a tuple of owners, or a function that returns the owner in a run.
+    """
+
+    def decorate(change: Callable[..., Any]) -> Make:
+        def make(run: SmallRun, patch: Patch) -> None:
+            found = owner(run) if isinstance(owner, FunctionType) else owner
+            for target in found if isinstance(found, tuple) else (found,):
+                static = isinstance(getattr_static(target, name), staticmethod)
+                patch.setattr(target, name, wrapped(run, getattr(target, name), static))
+            # The emulation caches functions that quantize.
+            if emulated(run):
+                run.packed.context.engine.preparation.cache_clear()
+
+        def wrapped(run: SmallRun, real: Callable[..., Any], static: bool) -> Any:
+            def changed(*args: Any, **options: Any) -> Any:
+                return change(run, real, *args, **options)
+
+            return staticmethod(changed) if static else changed
+
+        return make
+
+    return decorate
 
 
 def quantized(run: SmallRun) -> bool:
@@ -256,25 +286,18 @@ def another_base(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("a token does not attend to itself")
-def blind_to_itself(run: SmallRun, patch: Patch) -> None:
-    def without_diagonal(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
-        mask = document_mask(cu_seqlens, max_seqlen, tokens)
-        # A document's first token keeps itself. It has nothing else to attend to.
-        first = mask.sum(-1, keepdim=True) == 1
-        return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
-
-    document_mask = attention.document_mask
-    patch.setattr(attention, "document_mask", without_diagonal)
+@patching(attention, "document_mask")
+def blind_to_itself(run: SmallRun, real: Any, ends: Tensor, length: int, tokens: int) -> Tensor:
+    mask = real(ends, length, tokens)
+    # A document's first token keeps itself. It has nothing else to attend to.
+    first = mask.sum(-1, keepdim=True) == 1
+    return mask & (first | ~torch.eye(length, dtype=torch.bool, device=mask.device))
 
 
 @fault("no token attends further back than half a pack")
-def half_of_the_keys(run: SmallRun, patch: Patch) -> None:
-    document_mask = attention.document_mask
-    patch.setattr(
-        attention,
-        "document_mask",
-        lambda *documents: document_mask(*documents).triu(1 - LENGTH // 2),
-    )
+@patching(attention, "document_mask")
+def half_of_the_keys(run: SmallRun, real: Any, *documents: Any) -> Tensor:
+    return real(*documents).triu(1 - LENGTH // 2)
 
 
 @fault("positions restart at half a pack")
@@ -283,18 +306,23 @@ def positions_wrap(inputs: Inputs) -> Inputs:
     return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
 
 
-def changing_window(change: Callable[[int | None], int | None]) -> Make:
-    """Change the sliding window of the attention kernel. None means full attention."""
+def changing_kernel(change: Callable[..., Any]) -> Make:
+    """Return a fault that calls `change(kernel, *arguments)` instead of the attention kernel."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        kernel = AttentionInterface._global_mapping["packed_sdpa"]
-
-        def changed(*states: Any, sliding_window: int, **options: Any) -> Any:
-            return kernel(*states, sliding_window=change(sliding_window), **options)
-
-        patch.setitem(AttentionInterface._global_mapping, "packed_sdpa", changed)
+        kernels = AttentionInterface._global_mapping
+        patch.setitem(kernels, "packed_sdpa", partial(change, kernels["packed_sdpa"]))
 
     return make
+
+
+def changing_window(change: Callable[[int | None], int | None]) -> Make:
+    """Change the sliding window of the attention kernel. None means full attention."""
+    return changing_kernel(
+        lambda kernel, *states, sliding_window, **options: kernel(
+            *states, sliding_window=change(sliding_window), **options
+        )
+    )
 
 
 fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
@@ -304,25 +332,18 @@ fault("the sliding window is one key too wide", kind="mistral")(
 
 
 @fault("the second norm of a fused layer uses the first norm's weight", in_torch)
-def norms_swapped(run: SmallRun, patch: Patch) -> None:
-    real = arithmetic.Arithmetic.norm
+@patching(arithmetic.Arithmetic, "norm")
+def norms_swapped(run: SmallRun, real: Any, self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
     layers = run.packed.fused.layers.values()
     first_norms = {layer.parts.norms[1]: layer.parts.norms[0] for layer in layers}
-    patch.setattr(
-        arithmetic.Arithmetic,
-        "norm",
-        lambda self, x, norm, *rest: real(self, x, first_norms.get(norm, norm), *rest),
-    )
+    return real(self, x, first_norms.get(norm, norm), *rest)
 
 
 @fault("the residual's gradient is lost in backward", in_torch)
-def residual_lost(run: SmallRun, patch: Patch) -> None:
-    def without_residual(arithmetic: Any, *inputs: Any, residual: Tensor, **options: Any) -> Any:
-        is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].parts.norms[1]
-        return norm_backward(arithmetic, *inputs, residual=residual * (not is_last), **options)
-
-    norm_backward = arithmetic.Arithmetic.norm_backward
-    patch.setattr(arithmetic.Arithmetic, "norm_backward", without_residual)
+@patching(arithmetic.Arithmetic, "norm_backward")
+def residual_lost(run: SmallRun, real: Any, *inputs: Any, residual: Tensor, **options: Any) -> Any:
+    is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].parts.norms[1]
+    return real(*inputs, residual=residual * (not is_last), **options)
 
 
 @fault("one layer is skipped")
@@ -361,32 +382,28 @@ def microbatch_lost(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
 
 
 @fault("the head's gradient contains only the last chunk of tokens")
-def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
-    add = loss_head.add_product_
-    patch.setattr(
-        loss_head,
-        "add_product_",
-        lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True),
-    )
+@patching(loss_head, "add_product_")
+def last_chunk_alone(run: SmallRun, real: Any, *product: Tensor, overwrite: bool = False) -> None:
+    real(*product, overwrite=True)
 
 
-def changing_gradient_of_logits(change: Callable[[Tensor, Tensor, Any], None]) -> Make:
-    """Return a fault that changes the gradient of the logits in place.
+def changing_gradient_of_logits(change: Callable[[Tensor, Tensor], object]) -> Make:
+    """Return a fault that changes the gradient of the logits in place, after the losses."""
 
-    `change` is called with that gradient, the labels and the penalty after the losses are computed.
-    """
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(
-            logits: Tensor, labels: Tensor, penalty: Any = None, *, with_gradient: bool
-        ) -> Tensor:
-            losses = token_losses(logits.clone(), labels, penalty, with_gradient=with_gradient)
-            if with_gradient:
-                change(logits, labels, penalty)
-            return losses
-
-        token_losses = loss_head.token_losses
-        patch.setattr(loss_head, "token_losses", changed)
+    @patching(loss_head, "token_losses")
+    def make(
+        run: SmallRun,
+        real: Any,
+        logits: Tensor,
+        labels: Tensor,
+        penalty: Any = None,
+        *,
+        with_gradient: bool,
+    ) -> Tensor:
+        losses = real(logits.clone(), labels, penalty, with_gradient=with_gradient)
+        if with_gradient:
+            change(logits, labels)
+        return losses
 
     return make
 
@@ -396,13 +413,13 @@ def changing_gradient_of_logits(change: Callable[[Tensor, Tensor, Any], None]) -
     loss=LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1),
 )
 @changing_gradient_of_logits
-def without_penalty(logits: Tensor, labels: Tensor, penalty: Any) -> None:
+def without_penalty(logits: Tensor, labels: Tensor) -> None:
     loss_head.Penalty().gradient_(logits, labels)
 
 
 @fault("the logits' gradient contains only the label's term")
 @changing_gradient_of_logits
-def label_alone(logits: Tensor, labels: Tensor, penalty: Any) -> None:
+def label_alone(logits: Tensor, labels: Tensor) -> None:
     logits.zero_()
     (rows,) = (labels != IGNORE).nonzero(as_tuple=True)
     logits[rows, labels[rows]] = -1
@@ -414,19 +431,13 @@ def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
     It changes the gradients of the second layer's parameters whose names end in `name`.
     """
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        parameters = [
-            p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)
-        ]
-
-        def changed(*args: Any, **kwargs: Any) -> Tensor:
-            loss = forward_backward(*args, **kwargs)
-            for parameter in parameters:
+    @patching(parity, "forward_backward")
+    def make(run: SmallRun, real: Any, *args: Any, **options: Any) -> Tensor:
+        loss = real(*args, **options)
+        for parameter_name, parameter in run.packed.hf.named_parameters():
+            if ".1." in parameter_name and parameter_name.endswith(name):
                 change(gradient_of(parameter))
-            return loss
-
-        forward_backward = parity.forward_backward
-        patch.setattr(parity, "forward_backward", changed)
+        return loss
 
     return make
 
@@ -438,24 +449,23 @@ fault("one weight's gradient is 25 % too large")(
 
 
 @fault("a quantized weight keeps only the last microbatch's gradient", emulated)
-def only_last_microbatch(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(gemm, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
+@patching(gemm, "add_to")
+def only_last_microbatch(
+    run: SmallRun, real: Any, total: Tensor, gradient: Tensor, overwrite: bool
+) -> None:
+    total.copy_(gradient)
 
 
 @fault("a square weight's gradient is accumulated transposed", emulated)
-def accumulated_transposed(run: SmallRun, patch: Patch) -> None:
+@patching(LinearState, "__call__")
+def accumulated_transposed(
+    run: SmallRun, real: Any, linear: LinearState, x: Tensor, weight: Tensor, *rest: Any
+) -> Tensor:
     """Transpose the gradient buffer, as code that infers the layout from the shape would."""
-    multiply = LinearState.__call__
-
-    def transposed(
-        linear: LinearState, x: Tensor, weight: Tensor, *rest: Any, **options: Any
-    ) -> Tensor:
-        main = getattr(weight, "main_grad", None)
-        if main is not None and main.shape[0] == main.shape[1]:
-            weight.main_grad = main.t()
-        return multiply(linear, x, weight, *rest, **options)
-
-    patch.setattr(LinearState, "__call__", transposed)
+    main = getattr(weight, "main_grad", None)
+    if main is not None and main.shape[0] == main.shape[1]:
+        weight.main_grad = main.t()
+    return real(linear, x, weight, *rest)
 
 
 # ── Products ────────────────────────────────────────────────────────────────────────────
@@ -466,18 +476,15 @@ def changing_products(
 ) -> Make:
     """Return a fault that changes operand values of one kind of product in the second layer."""
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(gemm: Any, gemm_kind: str, *operands: Any) -> Any:
-            quantized_operands = factors(gemm, gemm_kind, *operands)
-            if gemm_kind == kind and ".1." in gemm.name:
-                return [
-                    Operand(change(operand.values), operand.scale)
-                    for change, operand in zip((left, right), quantized_operands, strict=True)
-                ]
-            return quantized_operands
-
-        factors = emulation.EmulatedGemm.factors
-        patch.setattr(emulation.EmulatedGemm, "factors", changed)
+    @patching(emulation.EmulatedGemm, "factors")
+    def make(run: SmallRun, real: Any, gemm: Any, gemm_kind: str, *operands: Any) -> Any:
+        factors = real(gemm, gemm_kind, *operands)
+        if gemm_kind != kind or ".1." not in gemm.name:
+            return factors
+        return [
+            Operand(change(operand.values), operand.scale)
+            for change, operand in zip((left, right), factors, strict=True)
+        ]
 
     return make
 
@@ -506,38 +513,31 @@ fault("a weight's gradient uses every second token, doubled", emulated)(
 )
 
 
-@fault("output gradients are not quantized", emulated)
-def gradients_unquantized(run: SmallRun, patch: Patch) -> None:
-    quantize_along = emulation.EmulatedGemm.quantize_along
-
-    def unquantized(gemm: Any, role: str, x: Tensor, along: str, scale: Tensor | None) -> Operand:
-        operand = quantize_along(gemm, role, x, along, scale)
-        plain = Operand(x.float() if along == "features" else x.t().float(), None)
-        return plain if role == "grad_output" else operand
-
-    patch.setattr(emulation.EmulatedGemm, "quantize_along", unquantized)
+def unquantized_gradient(
+    run: SmallRun, real: Any, gemm: Any, role: str, x: Tensor, along: str, scale: Tensor | None
+) -> Operand:
+    operand = real(gemm, role, x, along, scale)
+    plain = Operand(x.float() if along == "features" else x.t().float(), None)
+    return plain if role == "grad_output" else operand
 
 
-def in_quantizers(make: Make) -> Make:
-    """Introduce a fault in the code of the formats, which parity uses too, and clear its cache."""
-
-    def applied(run: SmallRun, patch: Patch) -> None:
-        make(run, patch)
-        run.packed.context.engine.preparation.cache_clear()
-
-    return applied
+fault("output gradients are not quantized", emulated)(
+    patching(emulation.EmulatedGemm, "quantize_along")(unquantized_gradient)
+)
 
 
 def changing_rounding(
     nearest: Callable[[Tensor, Grid], Tensor], stochastic: Callable[[Tensor, Grid, Tensor], Tensor]
 ) -> Make:
-    """Return a fault that replaces both rounding functions of the quantizers."""
+    """Return a fault that replaces both rounding functions of the formats."""
+    round_nearest = patching((tensor, blocks), "round_to_grid")(lambda run, real, *x: nearest(*x))
+    round_stochastically = patching(blocks, "round_stochastically")(
+        lambda run, real, *x: stochastic(*x)
+    )
 
-    @in_quantizers
     def make(run: SmallRun, patch: Patch) -> None:
-        for module in (tensor, blocks):
-            patch.setattr(module, "round_to_grid", nearest)
-        patch.setattr(blocks, "round_stochastically", stochastic)
+        round_nearest(run, patch)
+        round_stochastically(run, patch)
 
     return make
 
@@ -553,25 +553,16 @@ def never_entered(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("nothing is quantized from the second microbatch of a step on", emulated)
-def entered_for_first_microbatch_only(run: SmallRun, patch: Patch) -> None:
-    context, forward = run.packed.context, run.packed.context.forward
-    patch.setattr(
-        context,
-        "forward",
-        lambda **options: forward(**options) if context.first_microbatch else nullcontext(),
-    )
+@patching(lambda run: run.packed.context, "forward")
+def entered_for_first_microbatch_only(run: SmallRun, real: Any, **options: Any) -> Any:
+    return real(**options) if run.packed.context.first_microbatch else nullcontext()
 
 
 @fault("a layer is recomputed outside low precision", quantized, recompute=True)
-def recomputed_outside(run: SmallRun, patch: Patch) -> None:
-    real = run.packed.context.engine.checkpoint
-
-    def outside(function: Callable[..., Any], *args: Any, again: Callable[[], Any]) -> Any:
-        return real(
-            function, *args, again=lambda: overridden(run.packed.context, low_precision=False)
-        )
-
-    patch.setattr(run.packed.context.engine, "checkpoint", outside)
+@patching(lambda run: run.packed.context.engine, "checkpoint")
+def recomputed_outside(run: SmallRun, real: Any, *arguments: Any, again: Any) -> Any:
+    context = run.packed.context
+    return real(*arguments, again=lambda: overridden(context, low_precision=False))
 
 
 # ── Rounding and formats ────────────────────────────────────────────────────────────────
@@ -608,32 +599,24 @@ fault("E5M2 replaces E4M3, and E4M3 replaces E5M2 and E2M1", emulated)(
 
 
 @fault("a block is decoded with its neighbour's scale", in_blocks)
-@in_quantizers
-def neighbours_scale(run: SmallRun, patch: Patch) -> None:
-    real = blocks.Blocks.quantized
-
-    def shifted(
-        self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any, **options: Any
-    ) -> Any:
-        if self.two_dimensional and scale.shape[2] > 1:
-            axis = 2
-        elif self.two_dimensional or self.transposed:
-            axis = 0
-        else:
-            axis = -2
-        return real(self, scaled, scale.roll(1, axis), *rest, **options)
-
-    patch.setattr(blocks.Blocks, "quantized", shifted)
+@patching(blocks.Blocks, "quantized")
+def neighbours_scale(
+    run: SmallRun, real: Any, self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any
+) -> Any:
+    if self.two_dimensional and scale.shape[2] > 1:
+        axis = 2
+    elif self.two_dimensional or self.transposed:
+        axis = 0
+    else:
+        axis = -2
+    return real(self, scaled, scale.roll(1, axis), *rest)
 
 
 @fault("one scale per tensor instead of one per block", in_blocks)
-@in_quantizers
-def no_blocks(run: SmallRun, patch: Patch) -> None:
-    def by_tensor(self: Any, role: str) -> Any:
-        grid = self.grid(role)
-        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
-
-    patch.setattr(QuantizedPrecision, "along_features", by_tensor)
+@patching(QuantizedPrecision, "along_features")
+def no_blocks(run: SmallRun, real: Any, self: QuantizedPrecision, role: str) -> Any:
+    grid = self.grid(role)
+    return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
 
 
 @fault(
@@ -641,88 +624,59 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
     lambda run: emulated(run) and run.active.precision.tensor_scaled,
 )
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
+    @patching((tensor, blocks), "scale_from_amax")
+    def double_current_scale(run: SmallRun, real: Any, *arguments: Any, **options: Any) -> Tensor:
+        return 2 * real(*arguments, **options)
+
     # Delayed scales are computed from the history after the operands are quantized.
-    def double_delayed_scale(*history_and_rule: Any) -> tuple[Tensor, Tensor]:
-        history, scale = update_scale(*history_and_rule)
+    @patching(delayed_state, "update_scale")
+    def double_delayed_scale(run: SmallRun, real: Any, *rule: Any) -> tuple[Tensor, Tensor]:
+        history, scale = real(*rule)
         return history, 2 * scale
 
-    @in_quantizers
-    def double_current_scale(run: SmallRun, patch: Patch) -> None:
-        for module in (tensor, blocks):
-            patch.setattr(
-                module,
-                "scale_from_amax",
-                lambda amax, maximum, **options: 2 * real(amax, maximum, **options),
-            )
-
-    update_scale = delayed_state.update_scale
-    real = tensor.scale_from_amax
-    patch.setattr(delayed_state, "update_scale", double_delayed_scale)
     double_current_scale(run, patch)
+    double_delayed_scale(run, patch)
 
 
 @fault("the Hadamard transform is applied to one operand only", transforms)
-@in_quantizers
-def one_side_transformed(run: SmallRun, patch: Patch) -> None:
-    def inputs_only(self: Any, role: str) -> Any:
-        return blocks.hadamard if role == "input" else None
-
-    patch.setattr(QuantizedPrecision, "transform", inputs_only)
-
-
-def replacing_decision(method: str, replacement: Any) -> Make:
-    """Return a fault that replaces one of a precision's methods for choosing the quantization."""
-    return in_quantizers(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
+@patching(QuantizedPrecision, "transform")
+def one_side_transformed(run: SmallRun, real: Any, self: Any, role: str) -> Any:
+    return blocks.hadamard if role == "input" else None
 
 
 fault("the Hadamard transform is skipped", transforms)(
-    replacing_decision("transform", lambda *_: None)
+    patching(QuantizedPrecision, "transform")(lambda *_: None)
 )
 fault("gradients are rounded to nearest, not stochastically", stochastic)(
-    replacing_decision("is_stochastic", lambda *_: False)
+    patching(QuantizedPrecision, "is_stochastic")(lambda *_: False)
+)
+fault("stochastic rounding always rounds up", stochastic)(
+    patching(blocks, "round_stochastically")(
+        lambda run, real, x, grid, uniform: real(x, grid, torch.zeros_like(uniform))
+    )
+)
+fault("stochastic rounding rounds up too often, by 3 % of a quantum", stochastic)(
+    patching(blocks, "round_stochastically")(
+        lambda run, real, x, grid, uniform: real(x, grid, uniform - 0.03)
+    )
 )
 
 
-@fault("stochastic rounding always rounds up", stochastic)
-@in_quantizers
-def always_up(run: SmallRun, patch: Patch) -> None:
-    real = tensor.round_stochastically
-    patch.setattr(
-        blocks,
-        "round_stochastically",
-        lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)),
-    )
+def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
+    x, quantum, per_quantum = tensor._in_quanta(x, grid)
+    return torch.round(x * per_quantum - 0.25) * quantum
 
 
-@fault("stochastic rounding rounds up too often, by 3 % of a quantum", stochastic)
-@in_quantizers
-def biased_stochastic(run: SmallRun, patch: Patch) -> None:
-    real = tensor.round_stochastically
-    patch.setattr(
-        blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, uniform - 0.03)
-    )
-
-
-@fault("values are rounded down by a quarter of a quantum", emulated)
-@in_quantizers
-def rounded_down(run: SmallRun, patch: Patch) -> None:
-    def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
-        x, quantum, per_quantum = tensor._in_quanta(x, grid)
-        return torch.round(x * per_quantum - 0.25) * quantum
-
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", quarter_down)
-    patch.setattr(blocks, "round_stochastically", quarter_down)
+fault("values are rounded down by a quarter of a quantum", emulated)(
+    changing_rounding(quarter_down, quarter_down)
+)
 
 
 @fault("ties are rounded away from zero", in_blocks)
-@in_quantizers
-def ties_away(run: SmallRun, patch: Patch) -> None:
-    def nearest(x: Tensor, grid: Grid) -> Tensor:
-        x, quantum, per_quantum = tensor._in_quanta(x, grid)
-        return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
-
-    patch.setattr(blocks, "round_to_grid", nearest)
+@patching(blocks, "round_to_grid")
+def ties_away(run: SmallRun, real: Any, x: Tensor, grid: Grid) -> Tensor:
+    x, quantum, per_quantum = tensor._in_quanta(x, grid)
+    return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
 
 
 def scaled_by_blocks_only(run: SmallRun) -> bool:
@@ -734,14 +688,9 @@ def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> 
 
     `change` computes it from the absolute values, split into blocks, and the dimensions of a block.
     """
-
-    @in_quantizers
-    def make(run: SmallRun, patch: Patch) -> None:
-        patch.setattr(
-            blocks, "absolute_maximum", lambda x, dim, keepdim: change(x.float().abs(), dim)
-        )
-
-    return make
+    return patching(blocks, "absolute_maximum")(
+        lambda run, real, x, dim, keepdim: change(x.float().abs(), dim)
+    )
 
 
 fault("a block's scale is computed from half of its values", scaled_by_blocks_only)(
@@ -757,29 +706,23 @@ fault("a block's scale is half as large as needed", scaled_by_blocks_only)(
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────
 
 
-def never_called(owner: type, method: str) -> Make:
-    return lambda run, patch: patch.setattr(owner, method, lambda *_: None)
-
-
-fault("a scale is never updated", delayed)(never_called(delayed_state.DelayedState, "_update"))
+fault("a scale is never updated", delayed)(
+    patching(delayed_state.DelayedState, "_update")(lambda *_: None)
+)
 fault("the gradients' scales are never updated", delayed)(
-    never_called(delayed_state.DelayedState, "_update_after_backward")
+    patching(delayed_state.DelayedState, "_update_after_backward")(lambda *_: None)
 )
 
 
 @fault("a linear uses its neighbour's scale", delayed)
-def neighbours_delayed_scale(run: SmallRun, patch: Patch) -> None:
-    real = delayed_state.DelayedState.scale
-    count = len(run.packed.context.engine.delayed._modules)
-    patch.setattr(
-        delayed_state.DelayedState,
-        "scale",
-        lambda self, module, role: real(self, (module + 1) % count, role),
-    )
+@patching(delayed_state.DelayedState, "scale")
+def neighbours_delayed_scale(
+    run: SmallRun, real: Any, state: delayed_state.DelayedState, module: int, role: str
+) -> Tensor:
+    return real(state, (module + 1) % len(state._modules), role)
 
 
 @fault("amax histories record only a quarter of the tokens", delayed)
-def part_of_the_amax(run: SmallRun, patch: Patch) -> None:
-    real = emulation.absolute_maximum
-    patch.setattr(emulation, "absolute_maximum", lambda x: real(x[: len(x) // 4]))
-    run.packed.context.engine.preparation.cache_clear()
+@patching(emulation, "absolute_maximum")
+def part_of_the_amax(run: SmallRun, real: Any, x: Tensor) -> Tensor:
+    return real(x[: len(x) // 4])

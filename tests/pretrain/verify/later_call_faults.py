@@ -1,7 +1,8 @@
 """Faults of low-precision products that leave their first call or their usual part correct.
 
-They occur in later chunks of the LM head, in later microbatches, in experts with few tokens, in
-biases, or in later phases. Importing this module registers them with `faults.FAULTS`.
+They occur in later chunks of the LM head, in later microbatches, in experts with few tokens, in the
+routing of few tokens, in biases, or in later phases. Importing this module registers them with
+`faults.FAULTS`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundation.overrides import overridden
+from pretrain.model import experts
 from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation, gemm
 from pretrain.precision.emulation import EmulatedGemm, Operand
 from pretrain.precision.product import LinearFunction
 from pretrain.precision.schedule import PrecisionSchedule
 from tests.pretrain.conftest import active_in
-from tests.pretrain.verify.faults import TOKENS, Make, Patch, delayed, emulated, fault, quantized
-from tests.pretrain.verify.small_runs import SmallRun
+from tests.pretrain.verify.faults import (
+    TOKENS,
+    Make,
+    Patch,
+    delayed,
+    emulated,
+    fault,
+    patching,
+    quantized,
+    unquantized_gradient,
+)
+from tests.pretrain.verify.small_runs import MIXTURES, SmallRun
 
 # ── Chunks of the head ──────────────────────────────────────────────────────────────────
 
@@ -64,34 +76,31 @@ def labels_shifted(chunk_loss: ChunkLoss, hidden: Tensor, labels: Tensor, *rest:
 
 @fault_of_head("the input's gradient is halved in later chunks of a quantized head", quantized)
 @in_later_chunks
-def d_hidden_halved(
-    chunk_loss: ChunkLoss, hidden: Tensor, labels: Tensor, d_hidden: Tensor, *rest: Any
-) -> Tensor:
-    losses = chunk_loss(hidden, labels, d_hidden, *rest)
+def d_hidden_halved(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
+    losses = chunk_loss(*arguments)
+    d_hidden = arguments[2]
     d_hidden.div_(2)
     return losses
 
 
-@fault_of_head("the gradient of a quantized head contains only the last chunk", quantized)
-@in_later_chunks
-def last_chunk_of_low_head(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
-    return chunk_loss(*arguments, first=True)
-
-
-@fault_of_head("the loss is halved in later chunks of a quantized head", quantized)
-@in_later_chunks
-def loss_halved(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
-    return chunk_loss(*arguments) / 2
+fault_of_head("the gradient of a quantized head contains only the last chunk", quantized)(
+    in_later_chunks(lambda chunk_loss, *arguments: chunk_loss(*arguments, first=True))
+)
+fault_of_head("the loss is halved in later chunks of a quantized head", quantized)(
+    in_later_chunks(lambda chunk_loss, *arguments: chunk_loss(*arguments) / 2)
+)
 
 
 @fault_of_head("the logits are 10 % too large in later chunks of a quantized head", emulated)
 @in_later_chunks
 def logits_scaled(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
-    def scaled(logits: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return token_losses(logits.mul_(1.1), *rest, **options)
-
     token_losses = loss_head.token_losses
-    with overridden(loss_head, token_losses=scaled):
+    with overridden(
+        loss_head,
+        token_losses=lambda logits, *rest, **options: token_losses(
+            logits.mul_(1.1), *rest, **options
+        ),
+    ):
         return chunk_loss(*arguments)
 
 
@@ -99,39 +108,31 @@ def logits_scaled(chunk_loss: ChunkLoss, *arguments: Any) -> Tensor:
 
 
 @fault("quantized weights' gradients are 8 % too large in later microbatches", emulated)
-def later_gradients_too_large(run: SmallRun, patch: Patch) -> None:
-    def scaled(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
-        factor = 1.0 if run.packed.context.first_microbatch else 1.08
-        add_to(total, factor * gradient, overwrite=overwrite)
-
-    add_to = gemm.add_to
-    patch.setattr(gemm, "add_to", scaled)
+@patching(gemm, "add_to")
+def later_gradients_too_large(
+    run: SmallRun, real: Any, total: Tensor, gradient: Tensor, *, overwrite: bool
+) -> None:
+    factor = 1.0 if run.packed.context.first_microbatch else 1.08
+    real(total, factor * gradient, overwrite=overwrite)
 
 
 @fault("the tokens of the transposed input are shifted in later microbatches", emulated)
-def later_inputs_shifted(run: SmallRun, patch: Patch) -> None:
-    def shifted(gemm: EmulatedGemm, kind: str, *operands: Any) -> list[Operand]:
-        left, right = factors(gemm, kind, *operands)
-        if kind == "wgrad" and not run.packed.context.first_microbatch:
-            right = Operand(TOKENS(right.values), right.scale)
-        return [left, right]
-
-    factors = EmulatedGemm.factors
-    patch.setattr(EmulatedGemm, "factors", shifted)
+@patching(EmulatedGemm, "factors")
+def later_inputs_shifted(
+    run: SmallRun, real: Any, gemm: EmulatedGemm, kind: str, *operands: Any
+) -> list[Operand]:
+    left, right = real(gemm, kind, *operands)
+    if kind == "wgrad" and not run.packed.context.first_microbatch:
+        right = Operand(TOKENS(right.values), right.scale)
+    return [left, right]
 
 
 @fault("output gradients are not quantized in later microbatches", emulated)
-def later_gradients_unquantized(run: SmallRun, patch: Patch) -> None:
-    def unquantized(
-        gemm: EmulatedGemm, role: str, x: Tensor, along: str, scale: Tensor | None
-    ) -> Operand:
-        operand = quantize_along(gemm, role, x, along, scale)
-        if role != "grad_output" or run.packed.context.first_microbatch:
-            return operand
-        return Operand(x.float() if along == "features" else x.t().float(), None)
-
-    quantize_along = EmulatedGemm.quantize_along
-    patch.setattr(EmulatedGemm, "quantize_along", unquantized)
+@patching(EmulatedGemm, "quantize_along")
+def later_gradients_unquantized(run: SmallRun, real: Any, *arguments: Any) -> Operand:
+    if run.packed.context.first_microbatch:
+        return real(*arguments)
+    return unquantized_gradient(run, real, *arguments)
 
 
 # ── Experts with few tokens ─────────────────────────────────────────────────────────────
@@ -146,24 +147,28 @@ def changing_grouped_products(
     with tokens, the one with the fewest tokens first.
     """
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(
-            gemm_kind: str, left: Operand, right: Operand, dtype: Any, ends: Tensor
-        ) -> Tensor:
-            cuts = ends.tolist()
-            if gemm_kind == "forward":
-                tokens = [part.any(1).sum() for part in left.values.tensor_split(cuts[:-1])]
-                used = [expert for expert, number in enumerate(tokens) if number]
-                by_tokens[tuple(cuts)] = sorted(used, key=tokens.__getitem__)
-            result = multiply(gemm_kind, left, right, dtype, ends)
-            if gemm_kind == kind:
-                parts = result if kind == "wgrad" else result.tensor_split(cuts[:-1])
-                change(parts, by_tokens[tuple(cuts)])
-            return result
+    by_tokens: dict[tuple[int, ...], list[int]] = {}
 
-        by_tokens: dict[tuple[int, ...], list[int]] = {}
-        multiply = emulation.multiply_grouped
-        patch.setattr(emulation, "multiply_grouped", changed)
+    @patching(emulation, "multiply_grouped")
+    def make(
+        run: SmallRun,
+        real: Any,
+        gemm_kind: str,
+        left: Operand,
+        right: Operand,
+        dtype: Any,
+        ends: Tensor,
+    ) -> Tensor:
+        cuts = tuple(ends.tolist())
+        if gemm_kind == "forward":
+            tokens = [part.any(1).sum() for part in left.values.tensor_split(cuts[:-1])]
+            used = [expert for expert, number in enumerate(tokens) if number]
+            by_tokens[cuts] = sorted(used, key=tokens.__getitem__)
+        result = real(gemm_kind, left, right, dtype, ends)
+        if gemm_kind == kind:
+            parts = result if kind == "wgrad" else result.tensor_split(cuts[:-1])
+            change(parts, by_tokens[cuts])
+        return result
 
     return make
 
@@ -190,20 +195,60 @@ def gradients_exchanged(parts: Any, by_tokens: list[int]) -> None:
     parts[[smallest, next_one]] = parts[[next_one, smallest]]
 
 
+# ── Routing of one token in 64 ──────────────────────────────────────────────────────────
+
+
+def changing_choices(change: Callable[[Tensor, Tensor], None], *, recorded: bool = True) -> Make:
+    """Return a fault that changes the experts of every 64th token.
+
+    `change` modifies the experts, int64 [tokens, choices], and their weights in place. If
+    `recorded` is false, only the arrangement by experts is changed, not the choice that the run
+    records.
+    """
+
+    @patching(experts, "arrange")
+    def changing_arrangement(run: SmallRun, real: Any, chosen: Tensor, *rest: int) -> Any:
+        chosen = chosen.clone()
+        change(chosen[::64], torch.zeros(()))
+        return real(chosen, *rest)
+
+    def changed(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, chosen, weights = inputs[0], inputs[1].clone(), inputs[2].clone()
+        change(chosen[::64], weights[::64])
+        return hidden, chosen, weights
+
+    def changing_records(run: SmallRun, patch: Patch) -> None:
+        for layer in run.layers:
+            layer.mlp.experts.register_forward_pre_hook(changed)
+
+    return changing_records if recorded else changing_arrangement
+
+
+def choose_next_expert(chosen: Tensor, weights: Tensor) -> None:
+    chosen.add_(1).remainder_(MIXTURES["qwen3_moe"]["num_experts"])
+
+
+fault("one token in 64 gets zero weights for its experts", kind="qwen3_moe")(
+    changing_choices(lambda chosen, weights: weights.zero_())
+)
+fault("one token in 64 is routed to the next experts", kind="qwen3_moe")(
+    changing_choices(choose_next_expert)
+)
+fault("one token in 64 is computed by the next experts", kind="qwen3_moe")(
+    changing_choices(choose_next_expert, recorded=False)
+)
+
+
 # ── Biases ──────────────────────────────────────────────────────────────────────────────
 
 
 def changing_biases(factor: float) -> Make:
     """Return a fault that multiplies the biases of low-precision products by `factor`."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(left: Operand, right: Operand, dtype: Any, bias: Tensor | None) -> Tensor:
-            return multiply(left, right, dtype, None if bias is None else factor * bias)
-
-        multiply = emulation.multiply
-        patch.setattr(emulation, "multiply", changed)
-
-    return make
+    return patching(emulation, "multiply")(
+        lambda run, real, left, right, dtype, bias: real(
+            left, right, dtype, None if bias is None else factor * bias
+        )
+    )
 
 
 fault_of_biases = partial(fault, applies=emulated, kind="gpt2")
@@ -214,14 +259,11 @@ fault_of_biases("a quantized linear adds its bias twice")(changing_biases(2.0))
 def changing_bias_gradients(factor: float) -> Make:
     """Return a fault that multiplies the gradients of biases of low-precision linears."""
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            dx, dw, db, rest = backward(ctx, dy)
-            is_changed = db is not None and ctx.linear_pass.gemm.quantizes
-            return dx, dw, factor * db if is_changed else db, rest
-
-        backward = LinearFunction.backward
-        patch.setattr(LinearFunction, "backward", staticmethod(changed))
+    @patching(LinearFunction, "backward")
+    def make(run: SmallRun, real: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db, rest = real(ctx, dy)
+        is_changed = db is not None and ctx.linear_pass.gemm.quantizes
+        return dx, dw, factor * db if is_changed else db, rest
 
     return make
 
@@ -235,22 +277,18 @@ fault_of_biases("the gradient of a quantized linear's bias is doubled")(
 # ── Phases and histories ────────────────────────────────────────────────────────────────
 
 
-@fault("a phase has the precision of the phase before it", quantized)
-def precision_unchanged(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(PrecisionSchedule, "at", lambda schedule, step: active_in("bf16", "torch"))
+fault("a phase has the precision of the phase before it", quantized)(
+    patching(PrecisionSchedule, "at")(lambda *_: active_in("bf16", "torch"))
+)
 
 
 def halving_amax(role: str) -> Make:
     """Return a fault that records half of the amax of the operands `role`."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def halved(state: Any, module: int, recorded_role: str, amax: Tensor) -> None:
-            record(state, module, recorded_role, amax / 2 if recorded_role == role else amax)
-
-        record = delayed_state.DelayedState.record
-        patch.setattr(delayed_state.DelayedState, "record", halved)
-
-    return make
+    return patching(delayed_state.DelayedState, "record")(
+        lambda run, real, state, module, recorded_role, amax: real(
+            state, module, recorded_role, amax / 2 if recorded_role == role else amax
+        )
+    )
 
 
 fault("the amax histories of weights contain half of the amax", delayed)(halving_amax("weight"))

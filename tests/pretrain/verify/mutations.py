@@ -43,7 +43,6 @@ from tests.pretrain.conftest import on_a
 from tests.pretrain.verify import (
     document_faults,  # noqa: F401
     later_call_faults,  # noqa: F401
-    mixture_faults,  # noqa: F401
     sharding_faults,
     update_faults,  # noqa: F401
 )

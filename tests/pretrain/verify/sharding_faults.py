@@ -25,7 +25,7 @@ from pretrain.model.sharding import Sharding, _Group
 from pretrain.precision import delayed_state
 from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
 from pretrain.precision.gemm import Gemm
-from tests.pretrain.verify.faults import Fault, Make, Patch, delayed, quantized
+from tests.pretrain.verify.faults import Fault, Make, Patch, delayed, patching, quantized
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 from tests.pretrain.verify.update_faults import after_update
 
@@ -151,16 +151,12 @@ def reduction_dropped(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("a shard group is cleared too early")
-def cleared_too_often(run: SmallRun, patch: Patch) -> None:
-    real = Sharding._before_backward
-
-    def cleared(self: Sharding, group: _Group) -> None:
-        real(self, group)
-        if run.packed in group.fsdp.modules:
-            for sums in group.cleared:
-                sums.zero_()
-
-    patch.setattr(Sharding, "_before_backward", cleared)
+@patching(Sharding, "_before_backward")
+def cleared_too_often(run: SmallRun, real: Any, sharding: Sharding, group: _Group) -> None:
+    real(sharding, group)
+    if run.packed in group.fsdp.modules:
+        for sums in group.cleared:
+            sums.zero_()
 
 
 @fault("the embedding is reduced twice")
@@ -175,35 +171,31 @@ def reduced_twice(run: SmallRun, patch: Patch) -> None:
     changing_reduction(patch, group, twice)
 
 
-def changing_foreach_reduce(patch: Patch, change: Callable[[list[Any]], None]) -> None:
-    """Change the arguments of FSDP2's reduction of a group."""
-    real = _fsdp_param_group.foreach_reduce
+def changing_foreach_reduce(change: Callable[[list[Any]], None]) -> Make:
+    """Return a fault that changes the arguments of FSDP2's reduction of a group."""
 
-    def changed(*arguments: Any) -> Any:
+    @patching(_fsdp_param_group, "foreach_reduce")
+    def make(run: SmallRun, real: Any, *arguments: Any) -> Any:
         changeable = list(arguments)
         change(changeable)
         return real(*changeable)
 
-    patch.setattr(_fsdp_param_group, "foreach_reduce", changed)
+    return make
 
 
 @fault(
     "gradients are reduced in BF16",
     lambda run: run.packed.context.compute_dtype == torch.bfloat16,
 )
-def reduced_in_bf16(run: SmallRun, patch: Patch) -> None:
-    def in_bf16(arguments: list[Any]) -> None:
-        arguments[6] = torch.bfloat16
-
-    changing_foreach_reduce(patch, in_bf16)
+@changing_foreach_reduce
+def reduced_in_bf16(arguments: list[Any]) -> None:
+    arguments[6] = torch.bfloat16
 
 
 @fault("gradients are rounded before their reduction", quantized)
-def rounded_before_reduction(run: SmallRun, patch: Patch) -> None:
-    def rounded(arguments: list[Any]) -> None:
-        arguments[1] = [gradient.bfloat16().float() for gradient in arguments[1]]
-
-    changing_foreach_reduce(patch, rounded)
+@changing_foreach_reduce
+def rounded_before_reduction(arguments: list[Any]) -> None:
+    arguments[1] = [gradient.bfloat16().float() for gradient in arguments[1]]
 
 
 # ── Gathers ─────────────────────────────────────────────────────────────────────────────
@@ -237,49 +229,41 @@ def not_gathered_again(run: SmallRun, patch: Patch) -> None:
 
 @fault("codes are stale", quantized)
 def codes_not_renewed(run: SmallRun, patch: Patch) -> None:
-    real = Gemm.weight_operand
     updated: list[int] = []
-
-    def stale(self: Gemm, *arguments: Any, refresh: bool, **options: Any) -> Any:
-        return real(self, *arguments, refresh=refresh and not updated, **options)
-
     after_update(run, patch, updated.append)
-    patch.setattr(Gemm, "weight_operand", stale)
+    patching(Gemm, "weight_operand")(
+        lambda run, real, *arguments, refresh, **options: real(
+            *arguments, refresh=refresh and not updated, **options
+        )
+    )(run, patch)
 
 
 @fault("a rank's codes have an old scale", delayed)
-def old_scale(run: SmallRun, patch: Patch) -> None:
-    real = EmulatedGemm.quantize_along
-
-    def older(
-        self: EmulatedGemm, role: str, x: Tensor, along: str, scale: Tensor | None
-    ) -> Operand:
-        # The scale of a weight whose largest value was larger by a tenth.
-        return real(self, role, x, along, scale / 1.1 if role == "weight" else scale)
-
-    if run.accelerator.process_index == 1:
-        patch.setattr(EmulatedGemm, "quantize_along", older)
+@patching(EmulatedGemm, "quantize_along")
+def old_scale(
+    run: SmallRun, real: Any, gemm: Any, role: str, x: Tensor, along: str, scale: Tensor
+) -> Operand:
+    is_old = role == "weight" and run.accelerator.process_index == 1
+    # The scale of a weight whose largest value was larger by a tenth.
+    return real(gemm, role, x, along, scale / 1.1 if is_old else scale)
 
 
 @fault("a rank's codes are shifted", quantized)
-def shifted_codes(run: SmallRun, patch: Patch) -> None:
-    real = EmulatedGemm.quantize
-    name = next(iter(run.packed.context.engine.gemms))
-
-    def shifted(self: EmulatedGemm, role: str, *arguments: Any, **options: Any) -> BothWays:
-        operand = real(self, role, *arguments, **options)
-        if role != "weight" or self.name != name:
-            return operand
-        features, rows = operand.features, operand.rows
-        # An evaluation needs only one form.
-        if rows is not None:
-            rows = rows._replace(values=rows.values.roll(1, 1))
-        return operand._replace(
-            features=features._replace(values=features.values.roll(1, 0)), rows=rows
-        )
-
-    if run.accelerator.process_index == 1:
-        patch.setattr(EmulatedGemm, "quantize", shifted)
+@patching(EmulatedGemm, "quantize")
+def shifted_codes(
+    run: SmallRun, real: Any, gemm: Any, role: str, *arguments: Any, **options: Any
+) -> BothWays:
+    operand = real(gemm, role, *arguments, **options)
+    is_first = gemm.name == next(iter(run.packed.context.engine.gemms))
+    if role != "weight" or not is_first or run.accelerator.process_index != 1:
+        return operand
+    features, rows = operand.features, operand.rows
+    # An evaluation needs only one form.
+    if rows is not None:
+        rows = rows._replace(values=rows.values.roll(1, 1))
+    return operand._replace(
+        features=features._replace(values=features.values.roll(1, 0)), rows=rows
+    )
 
 
 @fault("amaxes are not reduced", delayed)

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from foundation.overrides import overridden
 from pretrain.model.fused.arithmetic import StackedPass, TransformerEngineArithmetic
 from pretrain.precision import cublaslt
-from tests.pretrain.verify.faults import Change, Make, Patch, fault
+from tests.pretrain.verify.faults import Change, Make, Patch, fault, patching
 from tests.pretrain.verify.small_runs import SmallRun
 
 ROWS = ("_rowwise_data", "_data"), ("_rowwise_scale_inv", "_scale_inv")
@@ -162,40 +162,33 @@ fault("the gradients' scales are never updated, in hardware", delayed_on_te)(
 
 
 @fault("a fused norm ignores its weight", fused_on_te)
-def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
-    def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
-        with torch.no_grad():
-            before = norm.weight.detach().clone()
-            norm.weight.fill_(1.5)
-            try:
-                return real(self, x, norm, *rest)
-            finally:
-                norm.weight.copy_(before)
-
-    real = TransformerEngineArithmetic.norm
-    patch.setattr(TransformerEngineArithmetic, "norm", bare)
+@patching(TransformerEngineArithmetic, "norm")
+@torch.no_grad()
+def te_norm_without_weight(
+    run: SmallRun, real: Any, arithmetic: Any, x: Tensor, norm: Any, *rest: Any
+) -> Any:
+    before = norm.weight.detach().clone()
+    norm.weight.fill_(1.5)
+    try:
+        return real(arithmetic, x, norm, *rest)
+    finally:
+        norm.weight.copy_(before)
 
 
 @fault("a fused norm's backward drops the residual's gradient", fused_on_te)
-def te_residual_lost(run: SmallRun, patch: Patch) -> None:
-    real = TransformerEngineArithmetic.norm_backward
-    patch.setattr(
-        TransformerEngineArithmetic,
-        "norm_backward",
-        lambda self, *inputs, residual, **options: real(
-            self, *inputs, residual=0 * residual, **options
-        ),
-    )
+@patching(TransformerEngineArithmetic, "norm_backward")
+def te_residual_lost(
+    run: SmallRun, real: Any, *inputs: Any, residual: Tensor, **options: Any
+) -> Any:
+    return real(*inputs, residual=0 * residual, **options)
 
 
 @fault("a fused activation loses the up projection's gradient", fused_on_te)
-def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
-    real = StackedPass.add_weight_gradient
-
-    def gate_only(stacked: StackedPass, dy: Any, x: Any) -> None:
-        real(stacked, dy, x)
-        main = stacked.stack.main_gradient
-        if len(stacked.stack.members) == 2:
-            main[len(main) // 2 :].zero_()
-
-    patch.setattr(StackedPass, "add_weight_gradient", gate_only)
+@patching(StackedPass, "add_weight_gradient")
+def te_half_of_the_activation(
+    run: SmallRun, real: Any, stacked: StackedPass, dy: Any, x: Any
+) -> None:
+    real(stacked, dy, x)
+    main = stacked.stack.main_gradient
+    if len(stacked.stack.members) == 2:
+        main[len(main) // 2 :].zero_()

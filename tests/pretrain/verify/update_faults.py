@@ -24,7 +24,15 @@ from pretrain.precision import delayed_state, emulation
 from pretrain.precision.gemm import Gemm
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.verify import small_runs
-from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
+from tests.pretrain.verify.faults import (
+    Make,
+    Patch,
+    delayed,
+    emulated,
+    fault,
+    patching,
+    quantized,
+)
 from tests.pretrain.verify.small_runs import SmallRun
 
 fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
@@ -90,33 +98,31 @@ def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
     lambda run: quantized(run) or bool(run.packed.fused and run.has_copies),
 )
 def stale_copy(run: SmallRun, patch: Patch) -> None:
-    def stale(get: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, refresh, **options: get(
-            *args, refresh=refresh and updates % 2 == 0, **options
+    updates = [0]
+    after_update(run, patch, lambda done: updates.append(done))
+    patching(Gemm, "weight_operand")(
+        lambda run, real, *args, refresh, **options: real(
+            *args, refresh=refresh and updates[-1] % 2 == 0, **options
         )
-
-    def count(done: int) -> None:
-        nonlocal updates
-        updates = done
-
-    updates = 0
-    after_update(run, patch, count)
-    patch.setattr(Gemm, "weight_operand", stale(Gemm.weight_operand))
+    )(run, patch)
 
 
 @fault("a weight's cached copy is stale from the second microbatch of a step on", emulated)
 def stale_later(run: SmallRun, patch: Patch) -> None:
-    def later(gemm: emulation.EmulatedGemm, *args: Any, refresh: bool, **options: Any) -> Any:
-        operand = get(gemm, *args, refresh=refresh, **options)
+    before: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+
+    @patching(emulation.EmulatedGemm, "weight_operand")
+    def later(
+        run: SmallRun, real: Any, gemm: Any, *args: Any, refresh: bool, **options: Any
+    ) -> Any:
+        operand = real(gemm, *args, refresh=refresh, **options)
         if refresh:
             before[gemm.name] = last.pop(gemm.name, operand)
             last[gemm.name] = operand
         return operand if refresh else before[gemm.name]
 
-    get = emulation.EmulatedGemm.weight_operand
-    before = {}
-    last = {}
-    patch.setattr(emulation.EmulatedGemm, "weight_operand", later)
+    later(run, patch)
 
 
 def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatches], Any]) -> Make:
@@ -126,14 +132,11 @@ def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatch
     batches.
     """
 
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(model: Any, step: StepBatches, *rest: Any) -> Any:
-            return change(run, lambda batches: real(model, batches, *rest), step)
-
-        real = packed.forward_backward
-        patch.setattr(packed, "forward_backward", changed)
-
-    return make
+    return patching(packed, "forward_backward")(
+        lambda run, real, model, step, *rest: change(
+            run, lambda batches: real(model, batches, *rest), step
+        )
+    )
 
 
 @fault_of_update("the last microbatch of a step is dropped")
@@ -203,13 +206,13 @@ def in_evaluation_mode(run: SmallRun, passes: Callable[..., Tensor], step: StepB
 
 @fault("moments are BF16, not FP32", weights=("fp32", "bf16_exact"))
 def moments_in_bf16(run: SmallRun, patch: Patch) -> None:
-    def rounded() -> None:
-        materialise()
+    @patching(run.optimizer, "materialise")
+    def rounded(run: SmallRun, real: Any) -> None:
+        real()
         for state in run.optimizer.state.values():
             state |= {name: state[name].bfloat16() for name in adamw.MOMENTS}
 
-    materialise = run.optimizer.materialise
-    patch.setattr(run.optimizer, "materialise", rounded)
+    rounded(run, patch)
 
 
 PENALIZED = LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1)
@@ -222,13 +225,10 @@ def logged_sums_kept(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the loss that is logged includes the penalty twice", loss=PENALIZED)
-def penalty_logged_twice(run: SmallRun, patch: Patch) -> None:
-    def changed(*arguments: Any) -> dict[str, Tensor]:
-        losses = mean_losses(*arguments)
-        return losses | {"loss": losses["loss"] + 0.1 * losses["penalty"]}
-
-    mean_losses = run.packed.mean_losses
-    patch.setattr(run.packed, "mean_losses", changed)
+@patching(lambda run: run.packed, "mean_losses")
+def penalty_logged_twice(run: SmallRun, real: Any, *arguments: Any) -> dict[str, Tensor]:
+    losses = real(*arguments)
+    return losses | {"loss": losses["loss"] + 0.1 * losses["penalty"]}
 
 
 @fault_of_update("the loss that is logged is the last microbatch's")
@@ -270,44 +270,28 @@ def scale_too_large(run: SmallRun, patch: Patch) -> None:
 
 def changing_decay(change: Callable[[Hyperparameters], float]) -> Make:
     """Return a fault of the weight decay of Muon's matrices."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        apply = Muon._update
-        patch.setattr(
-            Muon,
-            "_update",
-            lambda optimizer, batch, updates, hyper: apply(
-                optimizer, batch, updates, hyper._replace(weight_decay=change(hyper))
-            ),
+    return patching(Muon, "_update")(
+        lambda run, real, *batch: real(
+            *batch[:-1], batch[-1]._replace(weight_decay=change(batch[-1]))
         )
-
-    return make
-
-
-@fault_of_muon("Muon's weight decay is omitted")
-@changing_decay
-def decay_omitted(hyper: Hyperparameters) -> float:
-    return 0.0
+    )
 
 
-@fault_of_muon("Muon's weight decay is multiplied by the scale of the update")
-@changing_decay
-def decay_scaled(hyper: Hyperparameters) -> float:
-    return hyper.weight_decay * hyper.scale
+fault_of_muon("Muon's weight decay is omitted")(changing_decay(lambda hyper: 0.0))
+fault_of_muon("Muon's weight decay is multiplied by the scale of the update")(
+    changing_decay(lambda hyper: hyper.weight_decay * hyper.scale)
+)
 
 
 @fault_of_muon("the momentum of one matrix of Muon stays zero")
-def momentum_stays_zero(run: SmallRun, patch: Patch) -> None:
-    direction = Muon._direction
-    weight = run.layers[0].self_attn.k_proj.weight
-
-    def forgotten(optimizer: Muon, item: Hidden, *rest: Any) -> Tensor:
-        result = direction(optimizer, item, *rest)
-        if item.parameter is weight:
-            optimizer.state[weight]["momentum"].zero_()
-        return result
-
-    patch.setattr(Muon, "_direction", forgotten)
+@patching(Muon, "_direction")
+def momentum_stays_zero(
+    run: SmallRun, real: Any, optimizer: Muon, item: Hidden, *rest: Any
+) -> Tensor:
+    result = real(optimizer, item, *rest)
+    if item.parameter is run.layers[0].self_attn.k_proj.weight:
+        optimizer.state[item.parameter]["momentum"].zero_()
+    return result
 
 
 @fault("no scale is updated from the second step on", delayed)
