@@ -41,8 +41,8 @@ def test_a_value_that_is_not_finite_stops_the_run_with_a_remedy(loss, norm, mess
     decision = health().check(812, loss, norm, can_go_back=True)
     assert decision.action == "stop"
     assert message in decision.reason and "weights are those of step 811" in decision.reason
-    assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
-    assert "resume from an earlier checkpoint" in decision.remedy
+    for words in ("optimizer.learning_rate", "health.on_nan", "from an earlier checkpoint"):
+        assert words in decision.remedy
     assert "start again" in health().check(2, math.nan, 1.0).remedy, "there is no checkpoint yet"
 
 

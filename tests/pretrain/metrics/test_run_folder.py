@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder, check_ours, describe_environment
@@ -17,8 +18,6 @@ from pretrain.metrics.trackers import JsonlTracker
 
 
 def test_the_environment_names_versions_and_settings_but_not_the_host():
-    import torch
-
     environment = describe_environment({"mixed_precision": "bf16"})
     # The version of the module may have a suffix such as +cu130.
     assert torch.__version__.startswith(environment["packages"]["torch"])
@@ -36,15 +35,12 @@ def test_only_partial_files_of_this_package_are_deleted(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([".lock", *mine])
 
 
-@pytest.mark.parametrize("folder", ["checkpoints", "final"])
-def test_links_to_other_folders_are_refused(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / folder).symlink_to(tmp_path)
-    with pytest.raises(InputError, match=f"run/{folder}: is a link"):
-        check_ours(tmp_path / "run")
-
-
-def test_metrics_are_not_appended_to_the_file_behind_a_link(tmp_path: Path) -> None:
+def test_links_to_other_folders_and_files_are_refused(tmp_path: Path) -> None:
+    for folder in ("checkpoints", "final"):
+        (tmp_path / folder / "run").mkdir(parents=True)
+        (tmp_path / folder / "run" / folder).symlink_to(tmp_path)
+        with pytest.raises(InputError, match=f"run/{folder}: is a link"):
+            check_ours(tmp_path / folder / "run")
     (tmp_path / "mine.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "mine.jsonl")
     with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written: .*links"):

@@ -143,7 +143,7 @@ def test_large_operands_are_sampled_but_their_amax_is_exact(recipe, role):
     """
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn(4096, 256, generator=generator) * 8).bfloat16()
-    x[3, 3] = 4 * x.abs().max()
+    x[1500, 3] = 4 * x.abs().max()  # neither in the first nor in the last part
     assert x.numel() == 32 * SAMPLED_VALUES
     exact = None
     if recipe in ("delayed", "block", "mxfp8"):

@@ -46,29 +46,19 @@ class Fault:
     """A deliberate fault, with the options of the run that it is made in.
 
     `what` is the row of the fault in docs/developers/faults.md. `make` introduces the fault.
-    `recompute` enables activation checkpointing. `weights` lists the ways of storing weights to
-    try. `kind` is the model's architecture and `loss` the loss settings. `run` has more arguments
-    of `build_run`.
+    `weights` lists the ways of storing weights to try. `options` are arguments of `build_run`.
     """
 
     what: str
     make: Make
     applies: Callable[[SmallRun], bool]
-    recompute: bool = False
-    weights: Sequence[str] = ("fp32",)
-    kind: str = "qwen3"
-    loss: LossSettings | None = None
-    run: Mapping[str, Any] | None = None
+    weights: Sequence[str]
+    options: Mapping[str, Any]
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of `build_run` for a run that has this fault."""
-        return {
-            "kind": self.kind,
-            "recompute": self.recompute,
-            "loss": self.loss,
-            **(self.run or {}),
-        }
+    def kind(self) -> str:
+        """Architecture of the model."""
+        return self.options.get("kind", "qwen3")
 
     @contextmanager
     def entered(self, run: SmallRun) -> Iterator[None]:
@@ -82,12 +72,16 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any
+    what: str,
+    applies: Callable[[SmallRun], bool] = lambda run: True,
+    *,
+    weights: Sequence[str] = ("fp32",),
+    **options: Any,
 ) -> Callable[[Make], Make]:
     """Return a decorator that appends a fault to `FAULTS`."""
 
     def register(make: Make) -> Make:
-        FAULTS.append(Fault(what, make, applies, **options))
+        FAULTS.append(Fault(what, make, applies, weights, options))
         return make
 
     return register

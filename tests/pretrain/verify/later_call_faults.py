@@ -39,7 +39,7 @@ from tests.pretrain.verify.small_runs import MIXTURES, SmallRun
 # ── Chunks of the head ──────────────────────────────────────────────────────────────────
 
 # With three packs in a microbatch, the head computes three chunks.
-fault_of_head = partial(fault, run={"packs_a_microbatch": 3, "scope": "linear+head"})
+fault_of_head = partial(fault, packs_a_microbatch=3, scope="linear+head")
 ChunkLoss = Callable[..., Tensor]
 
 

@@ -38,7 +38,7 @@ def fault(
     """Return a decorator that appends a fault to `FAULTS`."""
 
     def register(make: Make) -> Make:
-        FAULTS.append(Fault(what, make, applies))
+        FAULTS.append(Fault(what, make, applies, ("bf16_exact",), {}))
         return make
 
     return register
