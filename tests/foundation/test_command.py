@@ -21,15 +21,14 @@ def failing(error: BaseException):
     return command
 
 
+DENIED = PermissionError(13, "Permission denied", "/data")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
         (InputError("key: wrong; do this"), 2, "error: key: wrong; do this\n"),
-        (
-            PermissionError(13, "Permission denied", "/data"),
-            2,
-            "error: [Errno 13] Permission denied: '/data'\n",
-        ),
+        (DENIED, 2, "error: [Errno 13] Permission denied: '/data'\n"),
         (KeyboardInterrupt(), 130, "\nstopped by Ctrl-C; run the same command again to continue\n"),
     ],
 )
@@ -97,19 +96,7 @@ end_process(3)
     assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"
 
 
-def test_an_uncaught_error_ends_the_process_with_its_traceback() -> None:
-    program = """
-import sys
-from foundation.command import end_after_error
-sys.excepthook = end_after_error
-raise RuntimeError("a bug")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("RuntimeError: a bug\n") and "Traceback" in ended.stderr
-
-
-def test_the_status_file_has_the_status_of_an_unexpected_error(
+def test_an_unexpected_error_has_a_traceback_and_a_status_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "status"
@@ -125,6 +112,7 @@ run_command(lambda: 1 / 0)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "Traceback" in ended.stderr
     assert path.read_text() == "1\n"
     assert run_command(failing(InputError("a mistake"))) == 2
     assert path.read_text() == "2\n"

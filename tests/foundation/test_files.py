@@ -54,16 +54,13 @@ def refuse(holder: str) -> None:
     raise InputError(holder)
 
 
-def test_a_held_lock_names_its_holder(holder, tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_lock_when_it_is_released(holder, tmp_path: Path) -> None:
     for _ in range(2):  # a refused attempt must not disturb the holder
         with (
             pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()}"),
             locked(tmp_path / "lock", refuse),
         ):
             pass
-
-
-def test_a_waiting_process_gets_the_lock_when_it_is_released(holder, tmp_path: Path) -> None:
     second = hold(tmp_path / "lock")
     assert f"process {holder.pid}" in second.stdout.readline()  # printed before it waits
     holder.communicate("done\n")
@@ -171,11 +168,7 @@ def test_a_file_system_needs_neither_locks_nor_flushed_folders(
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [
-        (b"sec", "the file has 3 bytes"),
-        (b"seconds", "the file has 7 bytes"),
-        (b"secand", "damaged"),
-    ],
+    [(b"sec", "the file has 3 bytes"), (b"seconds", "the file has 7"), (b"secand", "damaged")],
 )
 def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, problem: str) -> None:
     contents = {"a": b"first", "b": b"second", "c": b"third"}
@@ -197,16 +190,13 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, prob
 def test_a_folder_is_replaced_only_after_the_new_files_are_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     folder = tmp_path / "final"
     for text in ("first", "second"):
         with new_folder(folder, replace=True) as writing:
             (writing / "file").write_text(text)
     with pytest.raises(OSError, match="not empty"), new_folder(folder) as writing:
         (writing / "file").write_text("refused")
-    monkeypatch.setattr("foundation.files.fsync_tree", full)
+    monkeypatch.setattr("foundation.files.fsync_tree", cannot(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"), new_folder(folder, replace=True) as writing:
         (writing / "file").write_text("third")
     assert (folder / "file").read_text() == "second"

@@ -88,17 +88,21 @@ def without_nvml(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None
     monkeypatch.setattr(ctypes, "CDLL", load)
 
 
-def test_cuda_counts_the_gpus_of_a_container_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_nvml(monkeypatch, Driver(0))
-    assert visible_gpus() == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert visible_gpus() == []
-
-
-@pytest.mark.parametrize("driver", [None, Driver(status=100)], ids=["no driver", "no device"])
-def test_a_machine_without_gpus_has_none(
-    driver: Driver | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("driver", "variable", "names"),
+    [
+        (Driver(0), None, ["0", "1"]),
+        (Driver(0), "-1", []),
+        (None, None, []),
+        (Driver(100), None, []),
+    ],
+    ids=["a container", "hidden", "no driver", "no device"],
+)
+def test_cuda_counts_the_gpus_of_a_machine_without_nvml(
+    driver: Driver | None, variable: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_nvml(monkeypatch, driver)
-    assert visible_gpus() == []
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus() == names
     assert used_memory() == []

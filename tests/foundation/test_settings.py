@@ -17,7 +17,6 @@ from foundation.settings import (
     Settings,
     Share,
     TemplateText,
-    copied_path,
     parse,
     set_value,
     value_from_text,
@@ -54,46 +53,40 @@ class Example(Settings):
     template: TemplateText = "text"
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"rate": float("nan")}, ["`rate`"]),
-        ({"steps": 1.5}, ["`steps`"]),
-        ({"shares": [0.5, 1]}, ["`shares.1`"]),
-        ({"recompute": {"layers": -1}}, ["`recompute.layers`"]),
-        (
-            {"switch": {"layers": 1, "layer": 1}},
-            ["`switch.layer`: unknown key; layers are out of scope"],
-        ),
-        ({"rate": True}, ["`rate`: must not be true or false (yes, no"]),
-        ({"bound": False}, ["`bound`: must not be true or false (yes, no"]),
-        ({"shares": [0.1, True]}, ["(yes, no, on, off), but is [0.1, True]"]),
-        ({"steps": False}, ["`steps`: must not be true or false (yes, no"]),
-        ({"name": False}, ["`name`: Input should be a text in quotes, but is False"]),
-        ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
-        (
-            {"recompute": 5},
-            ["must be a section (its keys: layers), but is 5; did you mean `recompute.layers`?"],
-        ),
-        ({"length": True}, ["must not be true or false (yes, no, on, off), but is True"]),
-        ({"steps": "1B"}, ["but is '1B'"]),
-        ({"warmup": 0.1}, ["but is 0.1"]),
-        ({"rate": [1, 2]}, ["`rate`: Input should be a valid number, but is [1, 2]; use a matrix"]),
-        ({"shares": [0.5, [1]]}, ["but is [1]; use a matrix"]),
-        ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
-        ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
-        ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
-        ({"nates": 1}, ["`nates`: unknown key; did you mean `names`?"]),
-        ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
-        ({"deepspeed": 1}, ["shares, source, steps, switch, template, warmup; see docs/keys.md"]),
-        ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]) -> None:
+SWITCH = "must not be true or false (yes, no, on, off), but is "
+MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
+    ({"rate": float("nan")}, "`rate`"),
+    ({"steps": 1.5}, "`steps`"),
+    ({"shares": [0.5, 1]}, "`shares.1`"),
+    ({"recompute": {"layers": -1}}, "`recompute.layers`"),
+    ({"switch": {"layers": 1, "layer": 1}}, "`switch.layer`: unknown key; layers are out of scope"),
+    *(({key: True}, f"`{key}`: {SWITCH}True") for key in ("rate", "bound", "steps", "length")),
+    ({"shares": [0.1, True]}, "(yes, no, on, off), but is [0.1, True]"),
+    ({"name": False}, "`name`: Input should be a text in quotes, but is False"),
+    ({"names": None}, "`names`: Input should be a valid list, but is None"),
+    ({"recompute": 5}, "(its keys: layers), but is 5; did you mean `recompute.layers`?"),
+    ({"steps": "1B"}, "but is '1B'"),
+    ({"warmup": 0.1}, "but is 0.1"),
+    ({"rate": [1, 2]}, "`rate`: Input should be a valid number, but is [1, 2]; use a matrix"),
+    ({"shares": [0.5, [1]]}, "but is [1]; use a matrix"),
+    ({"Rate": 1}, "`Rate`: unknown key; did you mean `rate`?"),
+    ({"layers": 1}, "`layers`: unknown key; did you mean `recompute.layers`?"),
+    ({"lr": 1}, "`lr`: unknown key; did you mean `rate`?"),
+    ({"nates": 1}, "`nates`: unknown key; did you mean `names`?"),
+    ({"lora": 1}, "`lora`: unknown key; known keys here: "),
+    ({"deepspeed": 1}, "shares, source, steps, switch, template, warmup; see docs/keys.md"),
+    ({"switch": {}, "rate": "x"}, ("`rate`", "`switch.layers`")),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), MISTAKES, ids=str)
+def test_a_mistake_is_one_line_that_names_the_key(
+    values: dict, named: str | tuple[str, ...]
+) -> None:
     with pytest.raises(InputError) as error:
         parse(Example, values, "file")
-    for line, part in zip(str(error.value).splitlines(), named, strict=True):
+    parts = (named,) if isinstance(named, str) else named
+    for line, part in zip(str(error.value).splitlines(), parts, strict=True):
         assert line.startswith("file: ") and part in line
 
 
@@ -161,34 +154,28 @@ def test_templates_have_equal_line_breaks_in_recipes_and_arguments(written: str,
         assert parse(Example, values, "file").template == read
 
 
-def test_only_a_leading_tilde_and_slash_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("folder", "~/packs", "/home/somebody/packs"),
+        ("source", "~/text", "/home/somebody/text"),
+        *(("source", name, name) for name in ("~draft", "./~/packs", "a/~/b", "{{ a ~ '/' }}")),
+        *(("folder", name, name) for name in ("runs/a", "/s3:/b", "a:b", "c:/x", "runs/x://y")),
+        *((key, "file:///data/x", "/data/x") for key in ("folder", "source")),
+        *(("source", name, name) for name in ("s3://bucket/run", "gs://b", "https://a.org/b")),
+        *(("folder", name, None) for name in ("s3://b/run", "gs://b", "hf://a/b", "https://a/b")),
+    ],
+)
+def test_a_path_is_expanded_and_is_no_address(
+    key: str, written: str, read: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    settings = parse(Example, {"folder": "~/packs", "source": "~/text"}, "file")
-    assert (settings.folder, settings.source) == (
-        Path("/home/somebody/packs"),
-        "/home/somebody/text",
-    )
-    for name in ("~draft", "./~/packs", "a/~/b", "{{ a ~ '/' }}"):
-        assert parse(Example, {"source": name}, "file").source == name
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hf://a/b", "https://a.org/b"])
-def test_an_address_is_no_path_of_this_machine(address: str) -> None:
-    with pytest.raises(InputError, match=f"file: `folder`: {address} is an address"):
-        parse(Example, {"folder": address}, "file")
-    assert parse(Example, {"source": address}, "file").source == address
-
-
-def test_a_file_url_is_a_path_of_this_machine(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}"
-    settings = parse(Example, {"folder": url, "source": url}, "file")
-    assert (settings.folder, settings.source) == (tmp_path, str(tmp_path))
-    assert copied_path(url) == str(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["runs/a", "/s3:/b", "./s3://b", "a:b", "c:/x", "runs/x://y"])
-def test_other_paths_are_unchanged(path: str) -> None:
-    assert parse(Example, {"folder": path}, "file").folder == Path(path)
+    if read is None:
+        with pytest.raises(InputError, match=f"file: `{key}`: {written} is an address"):
+            parse(Example, {key: written}, "file")
+        return
+    value = getattr(parse(Example, {key: written}, "file"), key)
+    assert value == (Path(read) if key == "folder" else read)
 
 
 def test_a_file_with_thousands_of_mistakes_has_a_short_message() -> None:

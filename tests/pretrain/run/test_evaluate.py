@@ -40,22 +40,19 @@ def evaluate(
     packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3
 ) -> dict[str, float]:
     """Return the held-out figures of a model."""
+    batching = {"microbatch": microbatch, "rank": 0, "world_size": 1, "mask_boundaries": True}
     job = SimpleNamespace(
         data=SimpleNamespace(held_out=packs),
         recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
-        batching=lambda accelerator: {
-            "microbatch": microbatch,
-            "rank": 0,
-            "world_size": 1,
-            "mask_boundaries": True,
-        },
+        batching=lambda accelerator: batching,
     )
     return held_out_figures(job, packed, accelerator)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 # 10 packs do not fill microbatches of 3 and 16, which are padded.
-@pytest.mark.parametrize("microbatch", [1, 3, 10, 16])
+@pytest.mark.parametrize(
+    ("kind", "microbatch"), [("qwen3", 1), ("qwen3", 3), ("gpt2", 10), ("gpt2", 16)]
+)
 def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     kind: str,
     microbatch: int,
@@ -71,9 +68,8 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     with torch.no_grad():
         expected = plain_loss(plain_copy(packed), packs)
     assert result["held_out_loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert result["held_out_tokens"] == sum(
-        len(pack.input_ids) - len(pack.lengths) for pack in packs
-    )
+    labels = sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
+    assert result["held_out_tokens"] == labels
     assert result["held_out_perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
 
 
@@ -92,26 +88,15 @@ def test_the_figures_of_several_sources_are_means_over_tokens(
     packs_of_both = MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))
     mixed = evaluate(packed, packs_of_both, accelerator)
     by_source = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}
-    tokens = sum(figures["held_out_tokens"] for figures in by_source.values())
-    assert (
-        mixed["held_out_tokens"]
-        == tokens
-        > by_source["b"]["held_out_tokens"]
-        > by_source["a"]["held_out_tokens"]
-    )
-    assert [mixed[f"held_out_loss/{name}"] for name in parts] == [
-        figures["held_out_loss"] for figures in by_source.values()
-    ]
-    keys = ("held_out_loss", "held_out_penalty") if penalty else ("held_out_loss",)
-    for key in keys:
-        mean = (
-            sum(figures[key] * figures["held_out_tokens"] for figures in by_source.values())
-            / tokens
-        )
+    a, b = by_source["a"]["held_out_tokens"], by_source["b"]["held_out_tokens"]
+    assert mixed["held_out_tokens"] == a + b > b > a
+    for name, figures in by_source.items():
+        assert mixed[f"held_out_loss/{name}"] == figures["held_out_loss"]
+    for key in ("held_out_loss", "held_out_penalty")[: 2 if penalty else 1]:
+        mean = (by_source["a"][key] * a + by_source["b"][key] * b) / (a + b)
         assert mixed[key] == pytest.approx(mean, rel=1e-12)
-    assert mixed["held_out_perplexity"] == pytest.approx(
-        math.exp(mixed["held_out_loss"]), rel=1e-12
-    )
+    perplexity = math.exp(mixed["held_out_loss"])
+    assert mixed["held_out_perplexity"] == pytest.approx(perplexity, rel=1e-12)
     assert ("held_out_penalty" in mixed) == bool(penalty)
 
 
@@ -149,20 +134,14 @@ def test_samples_equal_those_of_plain_transformers(
     kind: str, tokenizer: PreTrainedTokenizerBase, build_model: Callable, plain_copy: Callable
 ) -> None:
     packed = build_model(kind)
-    text = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, temperature=0.7, top_p=0.9)
+    settings = {"temperature": 0.7, "top_p": 0.9}
+    text = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, **settings)
     plain = plain_copy(packed)
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
+    settings |= {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 60}
     with torch.no_grad():
-        ids = plain.generate(
-            **prompt,
-            max_new_tokens=12,
-            do_sample=True,
-            temperature=0.7,
-            top_p=0.9,
-            top_k=0,
-            pad_token_id=60,
-        )
+        ids = plain.generate(**prompt, **settings)
     assert text == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
@@ -170,16 +149,11 @@ def test_temperature_zero_takes_the_likeliest_token(
     tokenizer: PreTrainedTokenizerBase, build_model: Callable
 ) -> None:
     hf = build_model("gpt2", n_positions=8).hf
-    seeds_and_temperatures = ((1, 0.0), (2, 1e-6))
     greedy = [
-        sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=temperature, top_p=0.9)
-        for seed, temperature in seeds_and_temperatures
+        sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=temperature, top_p=top_p)
+        for seed, temperature, top_p in ((1, 0.0, 0.9), (2, 1e-6, 0.9), (3, 1.0, 1e-6))
     ]
-    assert (
-        greedy[0]
-        == greedy[1]
-        == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
-    )
+    assert greedy[0] == greedy[1] == greedy[2]
     assert len(greedy[0].split()) <= 6
     with pytest.raises(InputError, match=r"the model .*8 positions"):
         sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0, temperature=1.0, top_p=1.0)

@@ -50,15 +50,8 @@ def test_a_row_has_a_scale_for_each_of_its_blocks() -> None:
 # ── Linears that servers stack ──
 
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 
 
 def served(

@@ -61,15 +61,8 @@ def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, use
 
     Every trial takes `used` bytes.
     """
-    return largest_that_fits(
-        model,
-        accelerator,
-        [1, 2, 4, 8],
-        make_batch,
-        multiple_of=8,
-        usable=100,
-        most_reserved=lambda: used,
-    )
+    options = {"multiple_of": 8, "usable": 100, "most_reserved": lambda: used}
+    return largest_that_fits(model, accelerator, [1, 2, 4, 8], make_batch, **options)
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
@@ -136,10 +129,6 @@ def test_growth_starts_with_a_size_that_the_precision_takes(
         lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True
     )
     options = {"multiple_of": 32, "usable": 5 * length, "most_reserved": lambda: tokens[-1]}
-    assert (
-        largest_that_fits(
-            packed, accelerator, [6, 4, 2, 1], lambda packs: make_batch(packs, (length,)), **options
-        )
-        == 4
-    )
+    batch = lambda packs: make_batch(packs, (length,))  # noqa: E731
+    assert largest_that_fits(packed, accelerator, [6, 4, 2, 1], batch, **options) == 4
     assert tokens[::2] == [64, length, 4 * length]

@@ -33,14 +33,8 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 from tests.conftest import ROOT
 
-DEMO = {
-    "name": "demo",
-    "fingerprint": "f",
-    "vocab_size": 4096,
-    "bos_id": None,
-    "eos_id": 0,
-    "pad_id": 0,
-}
+DEMO = {"name": "demo", "fingerprint": "f", "vocab_size": 4096}
+DEMO |= {"bos_id": None, "eos_id": 0, "pad_id": 0}
 
 
 def completed_config(tokenizer: dict, **config: object) -> dict:
@@ -102,18 +96,11 @@ def byte_level(folder: Path) -> None:
 
 def sentencepiece(folder: Path) -> None:
     """Write a tokenizer like that of Llama 2, with U+2581 for blanks and before every text."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *"\u2581Helo wrd",
-        "ll",
-    ]
+    fallback = (f"<0x{byte:02X}>" for byte in range(256))
+    pieces = ["<unk>", "<s>", "</s>", *fallback, *"\u2581Helo wrd", "ll"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
-    )
+    bpe = models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
     prepend = normalizers.Prepend("\u2581")
     replace = normalizers.Replace(" ", "\u2581")
     tokenizer.normalizer = normalizers.Sequence([prepend, replace])
@@ -129,12 +116,8 @@ def sentencepiece(folder: Path) -> None:
     )
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "chat_template": "{{ messages }}",
-    }
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config |= {"chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -150,14 +133,8 @@ def load_for(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
     return load_tokenizer(settings, ModelSettings(config={"model_type": kind}))
 
 
-CLASSES = [
-    "Qwen2Tokenizer",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "GPT2Tokenizer",
-    "GemmaTokenizer",
-    "T5Tokenizer",
-]
+BASES = ("Qwen2", "Llama", "GPT2", "Gemma", "T5")
+CLASSES = [*(f"{name}Tokenizer" for name in BASES), "LlamaTokenizerFast"]
 
 
 @pytest.mark.parametrize("tokenizer_class", CLASSES)
@@ -180,10 +157,8 @@ def test_an_exported_folder_encodes_as_packs_do(
         assert exported.encode(text, add_special_tokens=False) == ids
         assert encoded_prompt(run_tokenizer, text, config)["input_ids"].tolist() == [ids]
     assert final.describe() | {"name": ""} == packs.describe() | {"name": ""}
-    assert (
-        exported.eos_token == run_tokenizer.eos_token
-        and exported.chat_template == run_tokenizer.chat_template
-    )
+    assert exported.eos_token == run_tokenizer.eos_token
+    assert exported.chat_template == run_tokenizer.chat_template
 
 
 @pytest.mark.parametrize(
@@ -206,9 +181,8 @@ def test_a_folder_that_would_encode_differently_is_rejected(
 
 def test_a_tokenizer_saved_as_the_error_says_is_accepted(tmp_path: Path) -> None:
     byte_level(tmp_path / "given")
-    transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given").save_pretrained(
-        tmp_path / "new"
-    )
+    saved = transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given")
+    saved.save_pretrained(tmp_path / "new")
     assert load_for(tmp_path / "new", "qwen2").encode("Hello")
 
 
