@@ -17,7 +17,7 @@ from tests.forked_commands import forking
 ROOT = Path(__file__).parents[1]
 # Script that starts a new Python, as a user does.
 STARTED = "minimal.py"
-EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is_file())
 
 
 def code_of(path: Path) -> str:
@@ -75,7 +75,12 @@ RESULTS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs_and_prints_its_result(path: Path, tmp_path: Path):
-    assert RESULTS[path.name] in run(path, tmp_path)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "hf_trainer.py" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in EXAMPLES
+    ],
+)
+def test_an_example_runs_and_prints_its_result(name: str, tmp_path: Path):
+    assert RESULTS[name] in run(ROOT / "examples" / name, tmp_path)

@@ -98,8 +98,7 @@ class Job:
             time.sleep(0.02)
 
 
-@pytest.mark.long
-@pytest.mark.multi
+@pytest.mark.nightly
 def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -17,138 +17,120 @@ import yaml
 from lab.experiments.matrix_file import load_matrix
 from lab.experiments.matrix_run import launch_of
 from pretrain.metrics.run_record import read_metrics
+from tests.conftest import ROOT, contents, write_recipe
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
 from tests.moments import WAIT_IN_SAVING
 
-ROOT = Path(__file__).parents[2]
+STARTED = [sys.executable, "-m", "pretrain", "matrix"]
 
 
-def start(path: Path, hook: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pretrain", "matrix", str(path)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=forking(hook),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Matrix:
+    """A matrix of two cells, whose processes run the `sitecustomize.py` in its folder."""
+
+    def __init__(self, recipe: dict[str, Any], folder: Path, *cells: str, **keys: Any) -> None:
+        self.folder = folder
+        self.path = folder / "matrix.yaml"
+        matrix = {
+            "name": "precisions",
+            "recipe": str(write_recipe(recipe | {"evaluate": {}}, folder)),
+            "accelerate": "accelerate_configs/cpu.yaml",
+            "cells": {name: {"precision": name} for name in cells},
+            "run_dir": f"{folder}/{{matrix}}/{{cell}}",
+        }
+        self.path.write_text(yaml.safe_dump(matrix | keys, sort_keys=False))
+        self.cells = [folder / "precisions" / name for name in cells]
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*STARTED, str(self.path)],
+            cwd=ROOT,
+            env=forking(self.folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def start_until_cells_wait(self) -> subprocess.Popen[str]:
+        """Start the matrix, and return once all cells wait in saving step 4."""
+        (self.folder / "sitecustomize.py").write_text(WAIT_IN_SAVING)
+        process = self.start()
+        wait_until(process, lambda: len(list(self.folder.glob("waits-*"))) == len(self.cells))
+        return process
+
+    def check_finished(self) -> None:
+        for cell in self.cells:
+            steps = [record["step"] for record in read_metrics(cell) if "loss" in record]
+            assert steps == [*range(1, 13)]
+
+
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
 
 
 @pytest.mark.long
 def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, hook = two_cells_that_wait(small_recipe, tmp_path)
-    folder = tmp_path / "precisions"
-    cells = [folder / cell for cell in ("fp32", "bf16")]
-    process = start(path, hook)
-
-    def wait_until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
-
-    wait_until(lambda: len(list(hook.glob("waits-*"))) == 2)
+    matrix = Matrix(small_recipe, tmp_path, "fp32", "bf16", at_once=2)
+    process = matrix.start_until_cells_wait()
     process.send_signal(signal.SIGINT)
+    logs = [Path(f"{cell}.log") for cell in matrix.cells]
     notice = "SIGINT: finishing this step"
-    wait_until(lambda: all(notice in Path(f"{cell}.log").read_text() for cell in cells))
-    (hook / "go_on").touch()
+    wait_until(process, lambda: all(notice in log.read_text() for log in logs))
+    (tmp_path / "go_on").touch()
     output = process.communicate()[0]
     assert process.returncode == 130, output
-    for cell in cells:
+    for cell in matrix.cells:
         assert steps_saved(cell)[-1] == read_metrics(cell)[-1]["step"] < 12
 
-    second = start(path, hook)
+    second = matrix.start()
     output = second.communicate()[0]
     assert second.returncode == 0, output
-    for cell in cells:
-        assert steps_of(cell) == [*range(1, 13)]
+    matrix.check_finished()
     assert "Against fp32, margin ± 0.3 %: bf16 (" in output
-    assert (folder / "precisions.html").exists()
+    assert (tmp_path / "precisions" / "precisions.html").exists()
     assert "shared their machine with other runs" in output, (
         "speeds of runs at the same time must not be compared"
     )
 
 
-def two_cells_that_wait(recipe: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Return a matrix file, and a folder with a hook that lets its cells wait in saving step 4."""
-    path = folder / "matrix.yaml"
-    hook = folder / "hook"
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {}}))
-    matrix = {
-        "name": "precisions",
-        "recipe": str(folder / "recipe.yaml"),
-        "accelerate": "accelerate_configs/cpu.yaml",
-        "cells": {"fp32": {"precision": "fp32"}, "bf16": {"precision": "bf16"}},
-        "run_dir": f"{folder}/{{matrix}}/{{cell}}",
-        "at_once": 2,
-    }
-    path.write_text(yaml.safe_dump(matrix, sort_keys=False))
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
-    return path, hook
-
-
-def steps_of(cell: Path) -> list[int]:
-    return [record["step"] for record in read_metrics(cell) if "loss" in record]
-
-
-@pytest.mark.long
+@pytest.mark.nightly
 def test_cells_of_a_killed_matrix_end_before_the_next_start_goes_on(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, hook = two_cells_that_wait(small_recipe, tmp_path)
-    process = start(path, hook)
-    while len(list(hook.glob("waits-*"))) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+    matrix = Matrix(small_recipe, tmp_path, "fp32", "bf16", at_once=2)
+    process = matrix.start_until_cells_wait()
     _, number, *_ = (tmp_path / "precisions" / ".lock").read_text().split()
     os.kill(int(number), signal.SIGKILL)
     process.wait()
-    second = start(path, hook)
+    second = matrix.start()
     assert second.stdout
     assert second.stdout.readline() == "0 of 2 cells are already finished\n"
     assert "fp32, bf16" in second.stdout.readline(), "it waits for both cells"
-    (hook / "go_on").touch()
+    (tmp_path / "go_on").touch()
     output = second.communicate()[0]
     assert second.returncode == 0 and "started" not in output, output
-    for cell in ("fp32", "bf16"):
-        assert steps_of(tmp_path / "precisions" / cell) == [*range(1, 13)]
+    matrix.check_finished()
 
 
 @pytest.mark.long
 def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """Every cell after the first is forked from a server that has forked another training."""
-    recipe = small_recipe | {
-        "evaluate": {},
-        "train": {"steps": 3},
-        "fp8_config": {"on_unsupported": "emulate"},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    matrix = {
-        "name": "precisions",
-        "recipe": str(tmp_path / "recipe.yaml"),
-        "accelerate": "accelerate_configs/cpu.yaml",
-        "cells": {name: {"precision": name} for name in ("current", "bf16")},
-        "run_dir": f"{tmp_path}/forked/{{cell}}",
-    }
-    path = tmp_path / "matrix.yaml"
-    path.write_text(yaml.safe_dump(matrix, sort_keys=False))
-    assert start(path, tmp_path).wait() == 0
-    for cell in load_matrix(path).cells:
-        command = launch_of(load_matrix(path), cell).command
+    changes = {"train": {"steps": 3}, "fp8_config": {"on_unsupported": "emulate"}}
+    matrix = Matrix(small_recipe | changes, tmp_path, "current", "bf16")
+    assert matrix.start().wait() == 0
+    loaded = load_matrix(matrix.path)
+    for cell in loaded.cells:
+        command = launch_of(loaded, cell).command
         launched = tmp_path / "launched" / cell.name
         subprocess.run([*command, f"run_dir={launched}"], check=True, env=forking(), cwd=ROOT)
-        assert files_of(cell.run_dir) == files_of(launched) | {"matrix.json"}
+        assert contents(cell.run_dir).keys() == contents(launched).keys() | {"matrix.json"}
         assert exact_figures(cell.run_dir) == exact_figures(launched)
         for name in ("audit.json", "checkpoints/step-00000003/manifest.json"):
             assert (cell.run_dir / name).read_bytes() == (launched / name).read_bytes()
-
-
-def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def exact_figures(folder: Path) -> list[list[float]]:

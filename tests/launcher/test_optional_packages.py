@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import throughput_packs
 from foundation.errors import InputError
 from packing.records import Records
 from packing.settings import DataSettings
@@ -70,3 +72,22 @@ def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_
     )
     assert done.returncode == 0, done.stderr
     assert (Path(small_recipe["run_dir"]) / "summary.json").exists()
+
+
+@pytest.mark.nightly
+def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
+    """The command is a real process."""
+    throughput_packs.write(tmp_path / "packs", 128, 512, 48)
+    start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
+    started = subprocess.run(
+        [sys.executable, *start.split(), f"data.packs={tmp_path / 'packs'}"],
+        cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert started.returncode == 0, started.stderr
+    lines = [line for line in started.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert {"torch", "transformers", "accelerate"} <= imported
+    assert not imported & {*PACKAGES, "transformer_engine"}
