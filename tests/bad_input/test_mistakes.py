@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from pretrain.__main__ import COMMANDS as ALL
+from pretrain.settings import commands
 from tests.conftest import ROOT
 
+EMULATED = "precision=delayed fp8_config.backend=emulation"
 # Arguments that override a correct recipe, and words of the expected message.
 SETTINGS = {
-    "optimizer.learnin_rate=1": (
-        "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`"
-    ),
+    "optimizer.learnin_rate=1": "did you mean `optimizer.learning_rate`",
     "seed=[[[": "seed",
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
@@ -48,23 +49,13 @@ SETTINGS = {
     "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
     "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule needs two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
-    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": (
-        "every phase except the last needs `until`"
-    ),
-    "precision=[{until: 0.5, use: nvfp4}, {use: nvfp4, forward: bf16}]": (
-        "`precision.1.forward`: unknown key; known keys here: until, use"
-    ),
-    "precision=nvfp4 fp8_config.backward_override=dequantized": (
-        "`fp8_config.backward_override`: unknown key; known keys here: amax_compute_algo"
-    ),
+    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": "needs `until`",
+    "precision=[{until: 0.5, use: nvfp4}, {use: nvfp4, forward: bf16}]": "known keys here: until",
+    "precision=nvfp4 fp8_config.backward_override=dequantized": "known keys here: amax_",
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": (
-        "`fp8_config.keep_bf16`"
-    ),
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": (
-        "`fp8_config.keep_bf16_layers`"
-    ),
+    f"{EMULATED} fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
+    f"{EMULATED} fp8_config.keep_bf16_layers.first=1": "`fp8_config.keep_bf16_layers`",
     "batch.tokens=250": "`batch.tokens: 250`",
     "batch.tokens=1048576": "`batch.tokens: 1048576` is more than",
     "log.trackers=[wandbb]": "`log.trackers`",
@@ -182,6 +173,25 @@ TEXTS = [
     (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
 ]
 
+# Options of other trainers, and ours. They are named before files are read.
+OPTIONS = {
+    "--learning_rate 1e-3": "optimizer.learning_rate=VALUE",
+    "--max_steps 10 --bf16": "train.steps=VALUE",
+    "--bf16 --plan": "precision=VALUE",
+    "--resume_from_checkpoint auto": "--resume",
+    "--resume_from_checkpoint=auto": "--resume",
+    "--dry-run=true": "--plan",
+    "--dry-run": "--plan",
+    "--num_processes=2": "--processes",
+    "--gradient_accumulation_steps 4": "batch.tokens=VALUE",
+    "--mixed_precision fp8": "precision=VALUE",
+    "--precision mxfp8": "precision=VALUE",
+    "--acept-changes": "--accept-changes",
+    "--steps 10": "train.steps=VALUE",
+    "--optimizer muon": "optimizer.name=VALUE",
+}
+TYPOS = [("trian", "train"), ("evalute", "evaluate"), ("samples", "sample"), ("inspct", "inspect")]
+
 # Commands other than the launcher, and words of the expected message.
 COMMANDS = {
     **{f"{command} nowhere.yaml": "nowhere.yaml" for command in ("matrix", "plan", "prepare")},
@@ -221,10 +231,7 @@ COMMANDS = {
     "plan recipes/smoke.yaml --on Q9": "--on Q9: this device is not in the table",
     "plan recipes/smoke.yaml --on H100 --price H100=2,B200=6": "no plan on B200 is requested",
     "plan recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
-    "which recipes/smoke.yaml --on H100": (
-        "unknown option --on; `python -m pretrain plan RECIPE --on H200` predicts speeds; "
-        "docs/evidence.md has losses"
-    ),
+    "which recipes/smoke.yaml --on H100": "`python -m pretrain plan RECIPE --on H200`",
     "which recipes/smoke.yaml train.step=1": "`train.step`: unknown key",
     "train nowhere.yaml": "nowhere.yaml: no such file",
     "train recipes/smoke.yaml optimizer.lr=1": "did you mean `optimizer.learning_rate`?",
@@ -240,18 +247,33 @@ COMMANDS = {
     "export nowhere --dtype fp32 --precision trained": "omit --dtype",
     "sample {here}/model one": "the model has no tokenizer",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
-        "empty.txt: the source contains no text"
-    ),
-    "tokenizer {here}/text.jsonl data.input_ids=m --vocabulary 300 --out {here}/out": (
-        "`data.text`"
-    ),
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "contains no text",
+    "tokenizer {here}/text.jsonl data.input_ids=m --vocabulary 300 --out none": "`data.text`",
     **{
         f"tokenizer {{here}}/text.jsonl --out {{here}}/out --vocabulary {number}": (
             f"--vocabulary: {number} is not a whole number of at least 257"
         )
         for number in ("many", "-5", "256")
     },
+    **{f"train my.yaml {given}": f"; did you mean {ours}?" for given, ours in OPTIONS.items()},
+    "plan my.yaml --lr 1": "did you mean optimizer.learning_rate=VALUE?",
+    "tokenizer my_text --vocab_size 4000 --output tok": "did you mean --vocabulary?",
+    "tokenizer my_text --vocab 4000 --output tok": "did you mean --out?",
+    "export runs/x --output=y": "did you mean --out?",
+    "matrix my.yaml --dryrun": "did you mean --dry-run?",
+    "train --data my_text --steps 10": "did you mean data.source=VALUE?",
+    "plan my.yaml --model gpt2": "did you mean model.source=VALUE?",
+    "train my.yaml --lora_r=8": "LoRA and other adapters are out of scope",
+    "train my.yaml --deepspeed ds.json": "`--config zero` or `--config fsdp2`",
+    "train my.yaml --eval_tasks hellaswag": "use `lm_eval` (docs/serving.md)",
+    **{f"{given} x": f"unknown command '{given}'; did you mean {ours}?" for given, ours in TYPOS},
+    **{f"{command} --bogus": "error: command line: " for command in ALL},
+    "report runs/a --margin=-1": "--margin: -1 is not a number above 0; ",
+    "which my.yaml --hours 0": "--hours: 0 is not a number above 0; ",
+    "which my.yaml --margin x": "--margin: x is not a number above 0; ",
+    "matrix": "required: matrix; ",
+    "sample": "required: FOLDER, PROMPT; ",
+    "sample nowhere -- --prompts-like-this": "nowhere",
 }
 
 
@@ -350,8 +372,12 @@ def test_what_a_command_cannot_use_is_named_without_torch(here: Path) -> None:
     lines = {given.replace("{here}", str(here)): words for given, words in COMMANDS.items()}
     code = """
 import contextlib, io, json, shlex, sys
-from pretrain.__main__ import main
+from pretrain.__main__ import COMMANDS, main
 answers = []
+for command in COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert "usage: " in out.getvalue()
 for line in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as err:
         status = main(shlex.split(line))
@@ -366,7 +392,34 @@ print(json.dumps(answers))
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
     for line, status, message, has_torch in json.loads(done.stdout):
-        assert lines[line].replace("{here}", str(here)) in message, line
+        assert lines[line].replace("{here}", str(here)) in message, (line, message)
         assert status == 2 and message.count("error: ") == 1, line
+        assert message.count("\n") == 1 or not line.endswith("--bogus"), line
         assert not has_torch, line
+
+
+def test_an_option_named_like_a_recipe_key_stays_an_option() -> None:
+    line = ["my.yaml", "--run_dir=folder", "--optimizer.learning_rate=1", "--weights=bf16"]
+    options = commands.read("which", line)
+    assert options.run_dir == Path("folder")
+    assert options.overrides == ["optimizer.learning_rate=1", "weights=bf16"]
+
+
+def test_a_command_ends_quietly_if_nobody_reads_its_output() -> None:
+    """A shell reports 141 for other programs too, which end by SIGPIPE."""
+    reading_end, stdout = os.pipe()
+    os.close(reading_end)
+    for argument in ("--help", "--version"):
+        command = [sys.executable, "-m", "pretrain", argument]
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE)
+        assert (ended.returncode, ended.stderr) == (141, b"")
+    os.close(stdout)
+
+
+def test_a_command_runs_without_stdout(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pretrain", "inspect", str(tmp_path)]
+    ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(b"error: ") and b"Traceback" not in ended.stderr
