@@ -73,44 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    cache_configurations()
-    seed_only_existing_devices()
     gc.freeze()
     gc.enable()
-
-
-def cache_configurations() -> None:
-    """Make each configuration of transformers once per process and per set of values.
-
-    A launch makes 40, among them those that show if a key has an effect. They take a fifth of the
-    time of a small run.
-    """
-    configuration = sys.modules.get("pretrain.model.configuration")
-    if configuration is None:
-        return
-    make = configuration.config_values
-    made: dict[tuple[type, str], dict[str, Any]] = {}
-
-    def config_values(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-        key = (kind, repr(values))
-        if key not in made:
-            made[key] = make(kind, values)
-        return made[key]
-
-    configuration.config_values = config_values
-    # transformers formats each configuration for a log message that is not shown.
-    configuration.PretrainedConfig.__repr__ = object.__repr__
-
-
-def seed_only_existing_devices() -> None:
-    """Do not seed accelerators on a machine without one.
-
-    torch would format a stack trace for each seed and each kind of accelerator.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and not torch.accelerator.is_available():
-        for kind in (torch.cuda, torch.xpu):
-            kind.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(tryfirst=True)

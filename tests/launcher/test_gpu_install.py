@@ -47,26 +47,19 @@ class Machine:
 
     def install(self, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the script, and return its exit status and output."""
-        kept = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in ("PYTHON", "WHEELS", "MAX_JOBS", "CPATH", "PIP_NO_INDEX")
-        }
         environment = {
             "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
             "LOG": str(self.log),
             "LACKS": "nothing",
             "DRIVER": "580.95.05",
+            "HOME": str(self.folder),
             "VENV": str(self.folder / "venv"),
             "WHEEL_CACHE": str(self.folder / "cache"),
         }
         self.log.unlink(missing_ok=True)
+        command = ["bash", str(SCRIPT), *options]
         return subprocess.run(
-            ["bash", str(SCRIPT), *options],
-            cwd=ROOT,
-            env=kept | environment | variables,
-            capture_output=True,
-            text=True,
+            command, cwd=ROOT, env=environment | variables, capture_output=True, text=True
         )
 
     def pip(self) -> list[str]:
