@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from pretrain.__main__ import main
-from pretrain.model import attention
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulatedGemm
-from pretrain.settings.recipe import LossSettings
 from tests.conftest import BLOCK_LENGTH, VOCABULARY
 from tests.forked_commands import forking
 
@@ -113,11 +110,10 @@ def decode(folder: Path, linear: str) -> Decoded:
 
 @dataclass
 class Exported:
-    """A short run, its export in the trained precision, and the output of the export."""
+    """A short run and its export in the trained precision."""
 
     run_dir: Path
     folder: Path
-    output: str
     # Map (linear, role) to the operand of the forward product with the weights of the checkpoint.
     operands: dict[tuple[str, str], Any]
 
@@ -137,20 +133,15 @@ class Exported:
 
 def recipe_of(recipe_for: Callable, packs: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     recipe = recipe_for(run_dir)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": BLOCK_LENGTH,
-    }
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 4}
     return recipe | {
-        "model": {"config": recipe["model"]["config"] | sizes},
+        "model": {
+            "config": recipe["model"]["config"] | sizes | {"max_position_embeddings": BLOCK_LENGTH}
+        },
         "data": {"packs": str(packs), "length": BLOCK_LENGTH},
         "batch": {"tokens": 2 * BLOCK_LENGTH, "microbatch": 2},
-        "train": {"steps": 3},
+        "train": {"steps": 2},
         "evaluate": {},
         "fp8_config": {"on_unsupported": "emulate"},
         **changes,
@@ -162,32 +153,14 @@ def exported(
     start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path_factory: Any
 ) -> Callable[..., Exported]:
     """Function that trains two steps in a precision and exports them, once for each argument."""
-    made: dict[tuple[Any, ...], Exported] = {}
 
-    def export(
-        precision: str, weights: str = "bf16_exact", scope: str = "linear", **options: Any
-    ) -> Exported:
-        key = (precision, weights, scope, *options.items())
-        if key not in made:
-            made[key] = train_and_export(precision, weights, scope, options)
-        return made[key]
-
-    def train_and_export(
-        precision: str, weights: str, scope: str, options: dict[str, Any]
-    ) -> Exported:
+    @cache
+    def export(precision: str, weights: str, scope: str) -> Exported:
         folder = tmp_path_factory.mktemp(precision)
-        recipe = recipe_of(
-            recipe_for,
-            block_packs,
-            folder / "run",
-            precision=precision,
-            weights=weights,
-            train={"steps": 2},
-            evaluate={"packs": 1},
-        )
+        changes = {"precision": precision, "weights": weights, "evaluate": {"packs": 1}}
+        recipe = recipe_of(recipe_for, block_packs, folder / "run", **changes)
         # The last evaluation quantizes the final weights as training does.
-        recipe["fp8_config"]["use_autocast_during_eval"] = True
-        recipe["fp8_config"] |= {"scope": scope} | options
+        recipe["fp8_config"] |= {"use_autocast_during_eval": True, "scope": scope}
         recipe["model"]["config"]["tie_word_embeddings"] = scope == "linear"
         operands: dict[tuple[str, str], Any] = {}
         quantize = EmulatedGemm.quantize
@@ -197,19 +170,15 @@ def exported(
             operands[gemm.name, role] = operand.features
             return operand
 
-        lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EmulatedGemm, "quantize", recorded)
             run = start_here(recipe, folder)
-            assert run.status == 0, run.output
-            patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(parts)))
-            status = main(
-                ["export", str(run.run_dir), "--precision", "trained", "--out", f"{folder}/out"]
-            )
-        assert status == 0
-        return Exported(run.run_dir, folder / "out", "\n".join(lines), operands)
+        assert run.status == 0, run.output
+        out = folder / "out"
+        assert main(["export", str(run.run_dir), "--precision", "trained", "--out", str(out)]) == 0
+        return Exported(run.run_dir, out, operands)
 
-    return export
+    return lambda precision, weights="bf16_exact", scope="linear": export(precision, weights, scope)
 
 
 # ── Codes and scales ──
@@ -220,7 +189,9 @@ def exported(
     ("precision", "weights"),
     [
         *((precision, "bf16_exact") for precision in PRECISIONS),
-        *((precision, "fp32") for precision in ("delayed", "mxfp8", "nvfp4")),
+        ("mxfp8", "fp32"),
+        pytest.param("delayed", "fp32", marks=pytest.mark.nightly),
+        pytest.param("nvfp4", "fp32", marks=pytest.mark.nightly),
     ],
 )
 def test_codes_and_scales_are_those_of_the_training_forward(
@@ -297,7 +268,7 @@ def test_the_card_names_the_precision_of_the_weights_and_what_servers_do(
 
 
 def documents() -> list[Tensor]:
-    """Return 1,024 tokens in documents that count upwards, eight packs of one or two documents."""
+    """Return 1,024 tokens in documents that count upwards."""
     lengths = [128, 8, 120, 64, 64, 128, 96, 32, 72, 56, 128, 128]
     return [
         (7 * number + torch.arange(length)) % VOCABULARY for number, length in enumerate(lengths)
@@ -306,30 +277,15 @@ def documents() -> list[Tensor]:
 
 @torch.no_grad()
 def our_logits(run: Exported, dtype: torch.dtype, weights: dict[str, Tensor]) -> Tensor:
-    """Return the logits of packed documents, with `weights` in place of those of `final/`."""
-    folder = run.run_dir / "final"
-    attention.admit_packed_sdpa(AutoConfig.from_pretrained(folder))
-    hf = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="packed_sdpa"
-    )
+    """Return the logits of the run with `weights` in place of those of `final/`."""
+    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype=dtype)
     for name, weight in weights.items():
-        hf.get_parameter(name).copy_(weight)
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings()).eval()
-    lengths = [len(document) for document in documents()]
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    states = packed.hf.base_model(
-        input_ids=torch.cat(documents())[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        use_cache=False,
-        cu_seqlens=ends,
-        max_seqlen=BLOCK_LENGTH,
-        documents=attention.document_mask(ends, BLOCK_LENGTH, sum(lengths)),
-    ).last_hidden_state
-    return packed.hf.get_output_embeddings()(states)[0].float()
+        model.get_parameter(name).copy_(weight)
+    return logits_of(model)
 
 
 @torch.no_grad()
-def plain_logits(model: Any) -> Tensor:
+def logits_of(model: Any) -> Tensor:
     return torch.cat([model(document[None]).logits[0] for document in documents()]).float()
 
 
@@ -361,9 +317,9 @@ def test_transformers_dequantizes_block_fp8_to_our_weights_and_logits(
     expected = run.dequantized()
     for name, weight in expected.items():
         assert torch.equal(model.get_parameter(name).float(), weight), name
-    in_bf16 = plain_logits(model)
+    in_bf16 = logits_of(model)
     # The dequantized weights have at most four significant bits, so that BF16 holds them.
-    check_logits(run, expected, plain_logits(model.float()), in_bf16)
+    check_logits(run, expected, logits_of(model.float()), in_bf16)
 
 
 READ = """
@@ -446,13 +402,8 @@ def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
     start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path, capsys: Any
 ) -> None:
     phases = [{"until": 2, "use": "current"}, {"use": "bf16"}]
-    recipe = recipe_of(
-        recipe_for,
-        block_packs,
-        tmp_path / "run",
-        precision=phases,
-        checkpoint={"every": 1, "keep": 3},
-    )
+    changes = {"precision": phases, "train": {"steps": 3}, "checkpoint": {"every": 1}}
+    recipe = recipe_of(recipe_for, block_packs, tmp_path / "run", **changes)
     assert start_here(recipe, tmp_path).status == 0
     capsys.readouterr()
     out = tmp_path / "out"

@@ -19,17 +19,9 @@ from tests.conftest import BLOCK_LENGTH, VOCABULARY
 
 def write_source(folder: Path, layout: str) -> dict[str, Tensor]:
     """Write a small Qwen3 with quantized linears. Return its tensors."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=BLOCK_LENGTH,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    config = Qwen3Config(num_hidden_layers=2, tie_word_embeddings=True, **sizes, **heads)
     torch.manual_seed(7)
     hf = AutoModelForCausalLM.from_config(config).bfloat16()
     hf.config.quantization_config = LAYOUTS[layout].config
