@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import throughput_packs
+from benchmarks.speed import generated_packs
 from foundation.errors import InputError
 from packing.records import Records
 from packing.settings import DataSettings
@@ -77,7 +77,7 @@ def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_
 @pytest.mark.nightly
 def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
     """The command is a real process."""
-    throughput_packs.write(tmp_path / "packs", 128, 512, 48)
+    generated_packs.write(tmp_path / "packs", 128, 512, 48)
     start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
     started = subprocess.run(
         [sys.executable, *start.split(), f"data.packs={tmp_path / 'packs'}"],
