@@ -21,19 +21,43 @@ from tests.conftest import ROOT, write_recipe
 RunPlan = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> Iterator[RunPlan]:
-    """Return a function that runs the command and returns exit status, stdout and stderr."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        capsys.readouterr()
-        status = main(["plan", str(write_recipe(small_recipe, tmp_path)), *arguments])
-        return status, *capsys.readouterr()
-
-    yield run
+def run_in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command. Return its exit status, its output and its errors."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    capsys.readouterr()
+    status = main(["plan", *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys) -> RunPlan:
+    """Return a function that plans the small recipe."""
+    return lambda *more: run_in_process(capsys, str(write_recipe(small_recipe, tmp_path)), *more)
+
+
+@pytest.fixture
+def plan_benchmark(capsys) -> RunPlan:
+    """Return a function that plans a recipe of the benchmarks without packs."""
+
+    def run(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        return run_in_process(capsys, str(ROOT / recipe), "data.packs=/no/such", *arguments)
+
+    return run
+
+
+@pytest.fixture
+def plan_llama(plan_benchmark: RunPlan) -> RunPlan:
+    """Return a function that plans Llama-3.1-8B, whose steps were measured on one H200."""
+    recipe = "benchmarks/llama_3_1_8b.yaml"
+    settings = ("model.gradient_checkpointing=none", "batch.tokens=65536", "batch.microbatch=1")
+    return partial(plan_benchmark, recipe, *settings, "optimizer.moments=bf16")
 
 
 def table(out: str, on: str) -> dict[str, dict[str, str]]:
@@ -64,15 +88,17 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> Non
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
 
 
-def test_the_packs_are_opened_once_for_all_precisions(
-    plan: RunPlan, words: Path, tmp_path: Path
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3 " * 500)
-    data = [f"data.{key}" for key in (f"source={text}", f"tokenizer={words}", "length=64")]
-    data.append(f"data.packs={tmp_path / 'packs'}")
-    prepare(load_data(data), progress=False)
-    status, out, err = plan(*data, "evaluate.every=null", "--on", "B200")
+@pytest.fixture
+def text_data(words: Path, tmp_path: Path) -> list[str]:
+    """Settings of a text with 24 packs."""
+    (tmp_path / "text.txt").write_text("w1 w2 w3 " * 500)
+    data = (f"source={tmp_path / 'text.txt'}", f"tokenizer={words}", "length=64")
+    return [f"data.{key}" for key in (*data, f"packs={tmp_path / 'packs'}")]
+
+
+def test_the_packs_are_opened_once_for_all_precisions(plan: RunPlan, text_data: list[str]) -> None:
+    prepare(load_data(text_data), progress=False)
+    status, out, err = plan(*text_data, "evaluate.every=null", "--on", "B200")
     assert status == 0, err
     assert len(table(out, "1 x B200")) > 3
     assert err.count("already prepared") == 1
@@ -80,39 +106,13 @@ def test_the_packs_are_opened_once_for_all_precisions(
 
 @pytest.mark.parametrize(("window", "known"), [(1000, False), (10**6, True)])
 def test_a_stream_that_ends_in_its_first_part_has_epochs(
-    window: int, known: bool, plan: RunPlan, words: Path, tmp_path: Path
+    window: int, known: bool, plan: RunPlan, text_data: list[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3 " * 500)
-    data = [f"data.{key}" for key in (f"source={text}", f"tokenizer={words}", "length=64")]
-    data += [f"data.packs={tmp_path / 'packs'}", "data.streaming.disk_gb=0.1"]
-    data.append(f"data.streaming.window={window}")
+    data = [*text_data, "data.streaming.disk_gb=0.1", f"data.streaming.window={window}"]
     prepare(load_data(data), progress=False)
     status, out, err = plan(*data, "batch.tokens=768", "train.steps=6", "evaluate.every=null")
     assert status == 0, err
     assert ("6 steps = 4.61k tokens = 3.00 epochs of 24 packs" in " ".join(out.split())) == known
-
-
-@pytest.fixture
-def plan_benchmark(capsys, monkeypatch) -> Iterator[RunPlan]:
-    """Return a function that plans a recipe of the benchmarks without packs."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-    def run(recipe: str, *arguments: str) -> tuple[int, str, str]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        status = main(["plan", str(ROOT / recipe), "data.packs=/no/such", *arguments])
-        return status, *capsys.readouterr()
-
-    yield run
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def plan_llama(plan_benchmark: RunPlan) -> RunPlan:
-    """Return a function that plans Llama-3.1-8B, whose steps were measured on one H200."""
-    recipe = "benchmarks/llama_3_1_8b.yaml"
-    settings = ("model.gradient_checkpointing=none", "batch.tokens=65536", "batch.microbatch=1")
-    return partial(plan_benchmark, recipe, *settings, "optimizer.moments=bf16")
 
 
 def test_the_docs_show_the_output_of_the_command(plan_benchmark: RunPlan) -> None:
@@ -131,25 +131,11 @@ def test_a_table_has_all_precisions_the_fastest_first(plan_llama: RunPlan) -> No
     rows = table(out, "1 x H200")
     assert (status, err) == (0, "")
     assert list(rows) == ["delayed+head", "delayed", "current", "block", "bf16"]
-    assert rows["delayed"] == {
-        "precision": "delayed",
-        "tokens/s": "16,829 ± 7 %",
-        "gain": "1.45 ± 5 %",
-        "packs": "8 x 1",
-        "needs": rows["delayed"]["needs"],
-        "time": "1 h 05 m",
-        "dollars": f"{3.5 * 65_536_000 / 16_829 / 3600:.2f}",
-    }
-    assert rows["current"]["tokens/s"].endswith(" ± 7 %")
+    cells = ["delayed", "16,829 ± 7 %", "1.45 ± 5 %", "8 x 1", rows["delayed"]["needs"]]
+    cells += ["1 h 05 m", f"{3.5 * 65_536_000 / 16_829 / 3600:.2f}"]
+    assert list(rows["delayed"].values()) == cells
     assert (rows["bf16"]["tokens/s"], rows["bf16"]["gain"]) == ("11,599 ± 7 %", "1.00")
-    assert lines_on(out, "1 x H200") == [
-        "mxfp8, nvfp4: needs a GPU of compute capability 10.0 or higher and below 11.0"
-    ]
     published = table(out, "1 x B200")
-    gains = {
-        name: float(published[name]["gain"].split()[0]) for name in ("current", "mxfp8", "nvfp4")
-    }
-    assert 0.95 < gains["mxfp8"] / gains["current"] < 0.98 < 1.1 < gains["nvfp4"] / gains["current"]
     assert published["nvfp4"]["tokens/s"].endswith(" ± 15 %") and "dollars" not in published["bf16"]
     assert "\n1 x B200, 178.4 GiB, compute capability 10.0, speed by steps of NeMo, 8 B" in out
     assert max(map(len, out.splitlines())) <= 100
@@ -204,15 +190,15 @@ def test_qwen2_5_14b_fits_where_its_recipe_says(
 ) -> None:
     recipe = load_recipe(ROOT / "recipes/qwen2_5_14b_openmath.yaml")
     shape = yaml.safe_load((ROOT / "benchmarks/qwen2_5_14b.yaml").read_text())["model"]["config"]
-    overrides = {
-        "weights": recipe.weights,
-        "batch.tokens": recipe.batch.tokens,
-        "data.length": recipe.data.length,
-    }
-    overrides |= {"model.gradient_checkpointing": recipe.model.gradient_checkpointing}
-    values = [f"{key}={value}" for key, value in overrides.items()] + ["data.packs=/no/such"]
-    values += [f"model.config={json.dumps(shape)}", "batch.microbatch=auto", *settings.split()]
-    _, out, err = plan(*values, "--on", on)
+    overrides = [
+        f"weights={recipe.weights}",
+        f"batch.tokens={recipe.batch.tokens}",
+        f"data.length={recipe.data.length}",
+        f"model.gradient_checkpointing={recipe.model.gradient_checkpointing}",
+        f"model.config={json.dumps(shape)}",
+    ]
+    overrides += ["data.packs=/no/such", "batch.microbatch=auto", *settings.split()]
+    _, out, err = plan(*overrides, "--on", on)
     precision = settings.partition(" ")[0].removeprefix("precision=")
     row = table(out, on.replace("x", " x "))[precision]
     assert err == "" and (row["tokens/s"] != "does not fit") == fits
@@ -251,15 +237,9 @@ def test_a_plan_that_is_impossible_prints_one_error(
 
 
 def test_devices_whose_experts_stay_in_bf16_are_named(plan: RunPlan) -> None:
-    config = {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    }
-    mixture = [f"model.config.{key}={value}" for key, value in config.items()]
-    _, out, err = plan(
-        *mixture, "precision=delayed", "fp8_config.fp8_format=E4M3", "--on", "H100", "--on", "B200"
-    )
+    config = "model_type=qwen3_moe num_experts=4 num_experts_per_tok=2 moe_intermediate_size=64"
+    mixture = [f"model.config.{setting}" for setting in config.split()]
+    e4m3 = ("precision=delayed", "fp8_config.fp8_format=E4M3")
+    _, out, err = plan(*mixture, *e4m3, "--on", "H100", "--on", "B200")
     assert err == "" and lines_on(out, "1 x B200")[0].startswith("delayed: experts compute in BF16")
     assert not any("experts compute" in line for line in lines_on(out, "1 x H100"))

@@ -38,13 +38,10 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
     ) -> Plan:
         settings = LowPrecisionSettings(**changes.get("fp8_config", {}))
         active = select_precision(precision, settings, lambda precision: None)
-        resolved = recipe(
-            precision=precision,
-            **({"weights": "bf16_exact", "train": {"tokens": 10**9}} | changes),
-        )
-        training = Training(
-            resolved, schedule_of(resolved, active), flops_of(trained), mean_squared
-        )
+        usual = {"weights": "bf16_exact", "train": {"tokens": 10**9}}
+        resolved = recipe(precision=precision, **(usual | changes))
+        schedule = schedule_of(resolved, active)
+        training = Training(resolved, schedule, flops_of(trained), mean_squared)
         return targets.plan_on(devices_called(target), training, trained, topology)
 
     return make
@@ -84,11 +81,10 @@ def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
     precision: str, plan_on: Callable
 ) -> None:
     """FP32 weights of a copy take 28 GiB and more, and the activations of 12 packs 80 to 90."""
-    batch = {"tokens": 2**21, "microbatch": 12}
-    plan = plan_on("8xH100", precision, weights="fp32", batch=batch)
-    alone = plan_on("8xH100", precision, weights="fp32", batch=batch, topology="ddp")
+    changes = {"weights": "fp32", "batch": {"tokens": 2**21, "microbatch": 12}}
+    alone = plan_on("8xH100", precision, topology="ddp", **changes)
     assert alone.takes(1) <= alone.devices.memory < alone.takes(12)
-    assert plan.devices.sharded
+    assert plan_on("8xH100", precision, **changes).devices.sharded
 
 
 @pytest.mark.parametrize(
@@ -107,13 +103,12 @@ def test_a_microbatch_fits_the_memory_of_the_device(
 def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:
     """Both keep rotated queries and keys only if memory suffices."""
     config = QWEN3 | {"head_dim": 64}
-    layers = {}
+    layers = []
     for attention in ("flash_attn", "triton", "varlen"):
         settings = {"config": config, "attention": attention}
-        plan = plan_on("H200", trained=on_meta(config), model=settings)
-        layers[attention] = plan.layers["bf16"][0]
-    assert layers["triton"] == layers["flash_attn"]
-    assert layers["triton"].rotated > layers["varlen"].rotated == 0
+        layers.append(plan_on("H200", trained=on_meta(config), model=settings).layers["bf16"][0])
+    flash, triton, varlen = layers
+    assert triton == flash and triton.rotated > varlen.rotated == 0
 
 
 @pytest.mark.parametrize(
@@ -126,9 +121,7 @@ def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callabl
     ],
 )
 def test_an_unknown_device_raises_the_names_of_the_table(text: str, message: str) -> None:
-    with pytest.raises(
-        InputError, match=f"--on {text}: this device is not in the table; .*{message}"
-    ):
+    with pytest.raises(InputError, match=f"--on {text}: this device is not .*{message}"):
         devices_called(text)
 
 

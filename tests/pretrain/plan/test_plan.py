@@ -57,6 +57,11 @@ def plan(
     return Plan(settings, devices=devices or Devices(), flops=flops, **values | changes)
 
 
+def words(plan: Plan) -> str:
+    """Return the rendered plan without line breaks."""
+    return " ".join(render(plan).split())
+
+
 def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
     low, high = (
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
@@ -65,11 +70,8 @@ def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> Non
     settings = recipe(train={"steps": 100}, schedule={"warmup": 0})
     run_plan = plan(qwen3, settings, schedule=schedule_of(settings, low, (None, high), until=0.5))
     assert run_plan.steps == 100 and run_plan.emulated
-    assert "small: nvfp4 to 50 %, then bf16 compute" in render(run_plan)
-    assert "steps 51 to 100 in bf16" in render(run_plan)
-    assert "nvfp4 leaves the first 0 and the last 5 layers in bf16" in " ".join(
-        render(run_plan).split()
-    )
+    for fact in ("nvfp4 to 50 %, then bf16", "steps 51 to 100 in bf16", "last 5 layers in bf16"):
+        assert fact in words(run_plan)
 
 
 def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
@@ -77,46 +79,35 @@ def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     model = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes)
     experts = 28 * 2 * 3 * 2048 * 768
-    plans = {}
+    flops = flops_of(model)
+    assert (flops.expert_weights, flops.idle_weights) == (experts, 3 * experts)
+    plans = []
+    varlen = Choice("packed_varlen", "requested")
     for fp8_format in ("HYBRID", "E4M3"):
         active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
-        layers = {
-            "delayed": layers_of(
-                model, flops_of(model), recipe(), active, Devices(), "packed_varlen"
-            )
-        }
-        plans[fp8_format] = plan(
-            model,
-            devices=Devices(name="NVIDIA H100 80GB HBM3"),
-            schedule=schedule_of(recipe(), active),
-            layers=layers,
-            attention=Choice("packed_varlen", "requested"),
-        )
-    hybrid, e4m3 = plans.values()
-    assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
-    slow, fast = (predict(planned) for planned in (hybrid, e4m3))
+        layers = layers_of(model, flops, recipe(), active, Devices(), varlen.name)
+        changes = {"schedule": schedule_of(recipe(), active), "layers": {"delayed": layers}}
+        h100 = Devices(name="NVIDIA H100 80GB HBM3")
+        plans.append(plan(model, devices=h100, attention=varlen, **changes))
+    hybrid, e4m3 = plans
+    slow, fast = map(predict, plans)
     assert slow.tokens_per_second < fast.tokens_per_second and slow.gain < fast.gain
-    assert "experts compute in BF16" in render(hybrid) and "experts" not in render(e4m3)
-    assert (
-        e4m3.memory(1)["quantized weights"]
-        == hybrid.memory(1)["quantized weights"] + 2 * 4 * experts
-    )
+    assert "experts compute in BF16" in words(hybrid) and "experts" not in words(e4m3)
+    quantized = [run_plan.memory(1)["quantized weights"] for run_plan in plans]
+    assert quantized[1] - quantized[0] == 2 * 4 * experts
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
 def test_microbatch_sizes_have_minimal_padding(
     qwen3: PreTrainedModel, packs: int, devices: int
 ) -> None:
-    """There is one size for every number of microbatches.
-
-    If the devices divide the packs, no size needs padding.
-    """
+    """Each number of microbatches has one size. If devices divide packs, nothing is padded."""
     run_plan = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
     sizes = run_plan.microbatch_sizes
-    packs_per_rank = run_plan.packs_per_rank
-    assert sizes[0] == 1 and sizes[-1] == packs_per_rank
-    assert len({-(-packs_per_rank // size) for size in sizes}) == len(sizes)
-    assert packs % devices or all(packs_per_rank % size == 0 for size in sizes)
+    per_rank = run_plan.packs_per_rank
+    assert sizes[0] == 1 and sizes[-1] == per_rank
+    assert len({-(-per_rank // size) for size in sizes}) == len(sizes)
+    assert packs % devices or all(per_rank % size == 0 for size in sizes)
 
 
 @given(most=st.integers(1, 40), devices=st.integers(1, 32))
@@ -124,45 +115,44 @@ def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
     qwen3: PreTrainedModel, most: int, devices: int
 ) -> None:
     run_plan = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
-    passes = -(-run_plan.packs_per_rank // most)
-    assert 1 <= run_plan.microbatch <= min(most, run_plan.packs_per_rank)
-    assert (
-        -(-run_plan.packs_per_rank // run_plan.microbatch) == passes
-        and run_plan.microbatch * passes - run_plan.packs_per_rank < passes
-    )
+    per_rank, size = run_plan.packs_per_rank, run_plan.microbatch
+    passes = -(-per_rank // most)
+    assert 1 <= size <= min(most, per_rank)
+    assert -(-per_rank // size) == passes and size * passes - per_rank < passes
 
 
+COSINE = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
+
+
+@pytest.mark.parametrize(
+    ("every", "changes", "before_decay", "at_once"),
+    [
+        # 2,776 steps, of which 555 decay: three kept, one before the decay, one being written.
+        (500, {}, 2221, 5),
+        (500, {"schedule": {"kind": "cosine"}}, 0, 4),
+        # The first regular checkpoint is saved during the decay.
+        (2500, {}, 2221, 2),
+        # The last step is saved only at the end.
+        (500, COSINE, 0, 2),
+        (500, COSINE | {"at_end": False}, 0, 1),
+        (500, COSINE | {"at_end": False, "evaluate": {"served": "nvfp4"}}, 0, 2),
+    ],
+)
 def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
-    qwen3: PreTrainedModel,
+    every: int, changes: dict[str, Any], before_decay: int, at_once: int, qwen3: PreTrainedModel
 ) -> None:
-    def checkpoints(**changes: Any) -> tuple[int, int]:
-        changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
-        run_plan = plan(qwen3, changed)
-        return run_plan.before_decay, run_plan.checkpoints_at_once
-
-    end = {"checkpoint": {"every": 500, "keep": 3}}
-    assert checkpoints(**end) == (2221, 5), (
-        "2,776 steps, of which 555 decay: three kept, one before the decay, one being written"
-    )
-    assert checkpoints(**end, schedule={"kind": "cosine"}) == (0, 4)
-    assert checkpoints(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), (
-        "the first regular checkpoint is saved during the decay"
-    )
-    short = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
-    for at_end, written in ((True, 2), (False, 1)):
-        settings = {"every": 500, "keep": 3, "at_end": at_end}
-        assert checkpoints(**short, checkpoint=settings) == (0, written), (
-            "the last step is saved only at the end"
-        )
-    assert checkpoints(**short, checkpoint=settings, evaluate={"served": "nvfp4"}) == (0, 2)
+    settings = {key: value for key, value in changes.items() if key != "at_end"}
+    checkpoint = {"every": every, "keep": 3, "at_end": changes.get("at_end", True)}
+    values = recipe().model_dump(exclude_unset=True) | settings | {"checkpoint": checkpoint}
+    run_plan = plan(qwen3, Recipe.model_validate(values))
+    assert (run_plan.before_decay, run_plan.checkpoints_at_once) == (before_decay, at_once)
 
 
 def test_the_rendered_plan_has_all_facts_in_100_columns(
     qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    devices = Devices(name="NVIDIA H200", memory=140 * GIB)
-    text = render(plan(qwen3, devices=devices))
+    text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
         "1.72 B parameters, 1.41 B without embeddings, head tied",
@@ -175,14 +165,11 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_plan_that_does_not_fit_names_its_parts_and_settings(
-    qwen3: PreTrainedModel,
-) -> None:
-    small = Devices(name="RTX 3090", memory=23 * GIB)
-    (warning,) = plan(qwen3, devices=small).warnings
+def test_a_plan_that_does_not_fit_names_its_parts_and_settings(qwen3: PreTrainedModel) -> None:
+    (warning,) = plan(qwen3, devices=Devices(name="RTX 3090", memory=23 * GIB)).warnings
     assert "GiB: parameters 6.4 GiB, gradients 6.4 GiB, optimizer moments 12.8 GiB" in warning
     assert "; to save memory, set " in warning and "`optimizer.offload: state`" in warning
-    text = " ".join(render(plan(qwen3, recipe(optimizer={"offload": "moments"}))).split())
+    text = words(plan(qwen3, recipe(optimizer={"offload": "moments"})))
     assert ", and 12.8 GiB of host memory (optimizer.offload) " in text
 
 
@@ -217,41 +204,36 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
             assert fits_gathered(plan(qwen3, settings, devices)) is fits
 
 
+@pytest.mark.parametrize(
+    ("length", "set_by_user", "threads"),
+    # 256 tokens x 2,048 values are a large model.
+    [(128, None, 2), (64, None, 1), (64, "2", 2)],
+)
 def test_a_small_model_uses_one_thread_unless_the_user_sets_a_number(
-    qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    length: int,
+    set_by_user: str | None,
+    threads: int,
+    qwen3: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def with_tokens(length: int) -> Plan:
-        batch = {"tokens": 2 * length, "microbatch": 2}
-        return plan(qwen3, recipe(data={"packs": "packs", "length": length}, batch=batch))
-
-    threads = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
+    before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        large = with_tokens(128)  # 256 tokens x 2,048 values
-        use_one_thread(large)
-        assert torch.get_num_threads() == 2
-        use_one_thread(with_tokens(64))
-        assert torch.get_num_threads() == 1
-        torch.set_num_threads(2)
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        use_one_thread(with_tokens(64))
-        assert torch.get_num_threads() == 2
+        batch = {"tokens": 2 * length, "microbatch": 2}
+        use_one_thread(plan(qwen3, recipe(data={"packs": "p", "length": length}, batch=batch)))
+        assert torch.get_num_threads() == threads
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def test_the_plan_says_how_often_weights_are_gathered(qwen3: PreTrainedModel) -> None:
-    sharded = plan(qwen3, devices=Devices(4, sharded=True, memory=int(140 * GIB)))
-    text = " ".join(render(sharded).split())
-    assert "gathered for each use, reduced in each microbatch" in text
-    in_fp8 = plan(
-        qwen3,
-        schedule=schedule_of(recipe(), active_in("delayed", "emulation")),
-        devices=sharded.devices,
-    )
-    text = " ".join(render(in_fp8).split())
-    assert "gathered once a step, reduced in each microbatch" in text
+    devices = Devices(4, sharded=True, memory=int(140 * GIB))
+    in_fp8 = {"schedule": schedule_of(recipe(), active_in("delayed", "emulation"))}
+    for changes, text in (({}, "gathered for each use"), (in_fp8, "gathered once a step")):
+        assert f"{text}, reduced in each mic" in words(plan(qwen3, devices=devices, **changes))
 
 
 # ── Use of spare memory ────────────────────────────────────────────────────────────────
@@ -265,13 +247,10 @@ def in_fp8(qwen3: PreTrainedModel) -> Plan:
 
     A microbatch has 8 packs of 4,096 tokens.
     """
-    settings = recipe(
-        precision="delayed",
-        weights="bf16_exact",
-        fp8_config={"scope": "linear+head"},
-        train={"steps": 10},
-    )
-    active = active_in("delayed", "transformer_engine", scope="linear+head")
+    head = {"scope": "linear+head"}
+    changes = {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 10}}
+    settings = recipe(fp8_config=head, **changes)
+    active = active_in("delayed", "transformer_engine", **head)
     layers = layers_of(qwen3, flops_of(qwen3), settings, active, Devices(), "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
     schedule = schedule_of(settings, active)
@@ -286,11 +265,8 @@ def with_memory(plan: Plan, memory: int = H200) -> Plan:
 def test_an_h200_keeps_rotated_queries_with_chunks_of_4096(in_fp8: Plan) -> None:
     """Queries, keys and values have 4,096 values per token and layer in BF16."""
     run_plan = with_memory(in_fp8)
-    assert (run_plan.chunk, run_plan.loss.tokens_at_once, run_plan.keeps_rotated) == (
-        None,
-        4096,
-        True,
-    )
+    assert (run_plan.chunk, run_plan.loss.tokens_at_once) == (None, 4096)
+    assert run_plan.keeps_rotated
     assert run_plan.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
 
 
@@ -338,9 +314,8 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
     changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    gpt2 = {"model_type": "gpt2", "n_layer": 2} | dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
-    )
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    gpt2 = {"model_type": "gpt2", "n_layer": 2} | no_dropout
     model = on_meta(gpt2 | changes.get("config", {}))
     settings = recipe(
         model={"source": "some/model", **changes.get("model", {})},
@@ -349,12 +324,8 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
     )
     active = active_in(changes.get("precision", "delayed"), "transformer_engine")
     layers = layers_of(model, flops_of(model), settings, active, Devices(), "packed_varlen")
-    schedule = schedule_of(settings, active)
-    devices = changes.get("devices")
-    run_plan = plan(
-        model, settings, devices, schedule=schedule, layers={active.precision.name: layers}
-    )
-    status = cuda_graphs(run_plan, model)
+    planned = {"schedule": schedule_of(settings, active), "layers": {active.precision.name: layers}}
+    status = cuda_graphs(plan(model, settings, changes.get("devices"), **planned), model)
     if reason is None:
         assert status == settings.model.cuda_graphs
     else:
