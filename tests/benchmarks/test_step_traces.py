@@ -94,10 +94,10 @@ def read_one(folder: Path) -> step_traces.RankStep:
 # ── The parts of a step ───────────────────────────────────────────────────────────────────────────
 
 
-def test_each_part_of_a_step_is_measured(tmp_path: Path) -> None:
+def test_each_part_of_a_step_is_measured_and_adds_up_to_the_lost_time(tmp_path: Path) -> None:
     """The expected times are from a drawing of the two ranks."""
-    ranks = write_ranks(tmp_path / "two")
-    explanation = step_traces.explain(ranks, read_one(tmp_path / "one"), 0.4)
+    one_gpu = read_one(tmp_path / "one")
+    two = step_traces.explain(write_ranks(tmp_path / "two"), one_gpu, 0.4)
     expected = {
         "gemm": [0.220, 0.240],
         "quantize": [0.030, 0.030],
@@ -105,37 +105,31 @@ def test_each_part_of_a_step_is_measured(tmp_path: Path) -> None:
         "waiting": [0.040, 0.0],
         "idle": [0.090, 0.050],
     }
-    for part, times in explanation["by_rank_ms"].items():
+    for part, times in two["by_rank_ms"].items():
         assert times == pytest.approx(expected.get(part, [0.0, 0.0])), part
-        assert explanation["parts_ms"][part] == pytest.approx(sum(times) / 2)
+        assert two["parts_ms"][part] == pytest.approx(sum(times) / 2)
     # On one GPU, the second GEMM of a rank takes 100 and 120 us. On rank 0, it is beside the
     # all-gather, and takes 120 us.
-    assert explanation["gemms_slowed_ms"] == pytest.approx((0.120 - 0.110) / 2)
+    assert two["gemms_slowed_ms"] == pytest.approx((0.120 - 0.110) / 2)
     # The host of rank 0 waits for 200 us in the thread that launches.
-    assert explanation["host_ms"] == pytest.approx((0.2 + 0.4) / 2)
-    assert explanation["collectives"] == 2
-    assert explanation["largest"][0] == {"name": GEMM, "kind": "gemm", "count": 2, "ms": 0.22}
+    assert two["host_ms"] == pytest.approx((0.2 + 0.4) / 2)
+    assert two["collectives"] == 2
+    assert two["largest"][0] == {"name": GEMM, "kind": "gemm", "count": 2, "ms": 0.22}
 
-
-def test_the_causes_add_up_to_the_lost_time(tmp_path: Path) -> None:
-    one_gpu = read_one(tmp_path / "one")
     one = step_traces.explain([one_gpu], None, 0.5)
-    two = step_traces.explain(write_ranks(tmp_path / "two"), one_gpu, 0.4)
-    causes = step_traces.lost(0.38, two, 0.49, one, gpus=2)
-    assert causes == pytest.approx(
-        {
-            "total": 0.38 - 0.49 / 2,
-            "communication": 0.050,
-            "waiting": 0.020,
-            "gemms_slowed": 0.005,
-            "quantize_and_cast": 0.030 - 0.050 / 2,
-            "host": 0.070 - 0.010 / 2,
-            # GEMMs, without the slowed one, and AdamW, which the ranks do not run here.
-            "other": (0.230 - 0.420 / 2 - 0.005) - 0.020 / 2,
-            # The traced steps took 0.4 - 0.5 / 2 = 0.15 ms more, and the usual ones 0.135 ms.
-            "remainder": -0.015,
-        }
-    )
+    causes = {
+        "total": 0.38 - 0.49 / 2,
+        "communication": 0.050,
+        "waiting": 0.020,
+        "gemms_slowed": 0.005,
+        "quantize_and_cast": 0.030 - 0.050 / 2,
+        "host": 0.070 - 0.010 / 2,
+        # GEMMs, without the slowed one, and AdamW, which the ranks do not run here.
+        "other": (0.230 - 0.420 / 2 - 0.005) - 0.020 / 2,
+        # The traced steps took 0.4 - 0.5 / 2 = 0.15 ms more, and the usual ones 0.135 ms.
+        "remainder": -0.015,
+    }
+    assert step_traces.lost(0.38, two, 0.49, one, gpus=2) == pytest.approx(causes)
     assert step_traces.lost(0.49, one, 0.49, one, gpus=1)["total"] == 0
 
 
@@ -155,17 +149,21 @@ def test_other_numbers_of_gemms_are_not_compared(tmp_path: Path) -> None:
     assert causes["other"] == pytest.approx(0.230 - 0.330 / 2 - 0.020 / 2)
 
 
-def test_missing_and_different_traces_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="measure again"):
-        step_traces.read_step(tmp_path)
-    write_trace(tmp_path, 1, RANKS[1])
-    with pytest.raises(InputError, match=r"ranks \[1\]"):
-        step_traces.read_step(tmp_path)
-    write_trace(tmp_path, 0, RANKS[0][:2])
-    with pytest.raises(InputError, match="no kernels"):
-        step_traces.read_step(tmp_path)
-    write_trace(tmp_path, 0, RANKS[0][:4])
-    with pytest.raises(InputError, match="different collectives"):
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({}, "measure again"),
+        ({1: RANKS[1]}, r"ranks \[1\]"),
+        ({0: RANKS[0][:2], 1: RANKS[1]}, "no kernels"),
+        ({0: RANKS[0][:4], 1: RANKS[1]}, "different collectives"),
+    ],
+)
+def test_missing_and_different_traces_are_refused(
+    ranks: dict[int, Kernels], message: str, tmp_path: Path
+) -> None:
+    for rank, kernels in ranks.items():
+        write_trace(tmp_path, rank, kernels)
+    with pytest.raises(InputError, match=message):
         step_traces.read_step(tmp_path)
 
 

@@ -34,11 +34,8 @@ def defined_in(path: Path) -> set[str]:
                 names.add(prefix + node.name)
             if isinstance(node, ast.ClassDef):
                 add(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names.update(
-                    prefix + target.id for target in targets if isinstance(target, ast.Name)
-                )
+            targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+            names.update(prefix + name.id for name in targets if isinstance(name, ast.Name))
 
     add(ast.parse(path.read_text(encoding="utf-8")).body, "")
     return names
@@ -57,33 +54,22 @@ def exists_somewhere(name: str) -> bool:
     """Return whether the code defines a class or method, or contains another name."""
     if any(part[:1].isupper() for part in name.split(".")):
         return any(name in defined_in(path) for path in product_files())
-    last_part = name.rpartition(".")[2]
-    return any(
-        re.search(rf"\b{last_part}\b", path.read_text(encoding="utf-8")) for path in product_files()
-    )
+    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    return any(word.search(path.read_text(encoding="utf-8")) for path in product_files())
 
 
 def missing_from(text: str) -> list[str]:
     """Return one line for each name that the page has and the code does not have."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`\n]+)`", text)
-    missing = [
-        f"{path}: does not exist"
-        for path in quoted
-        if PATH.fullmatch(path) and not (ROOT / path).exists()
-    ]
-    names = [
-        name.removesuffix("()")
-        for name in quoted
-        if NAME.fullmatch(name) and not PATH.fullmatch(name)
-    ]
+    paths = {path for path in quoted if PATH.fullmatch(path)}
+    names = {name.removesuffix("()") for name in {*quoted} - paths if NAME.fullmatch(name)}
+    missing = [f"{path}: does not exist" for path in paths if not (ROOT / path).exists()]
     missing += [f"{name}: does not occur" for name in names if not exists_somewhere(name)]
-    for path, listed in re.findall(
-        r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)", text
-    ):
-        in_file = {
-            name for name in re.findall(r"`([^`]+?)(?:\(\))?`", listed) if not PATH.fullmatch(name)
-        }
+    in_files = r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)"
+    for path, listed in re.findall(in_files, text):
+        listed_names = {*re.findall(r"`([^`]+?)(?:\(\))?`", listed)}
+        in_file = {name for name in listed_names if not PATH.fullmatch(name)}
         missing += [f"{name}: not defined in {path}" for name in in_file - defined_in(ROOT / path)]
     return missing
 

@@ -19,13 +19,8 @@ from tests.conftest import ROOT
 SCHEMA = json.loads((ROOT / FILE).read_text(encoding="utf-8"))
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 TYPES = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "string": (str,),
-    "integer": (int, float),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
+    **{"null": (type(None),), "boolean": (bool,), "string": (str,), "array": (list,)},
+    **{"integer": (int, float), "number": (int, float), "object": (dict,)},
 }
 LIMITS = {
     "minimum": lambda value, limit: value >= limit,
@@ -37,16 +32,21 @@ LIMITS = {
     "maxItems": lambda value, limit: len(value) <= limit,
     "pattern": lambda value, pattern: re.search(pattern, value),
     "const": lambda value, expected: value == expected,
+    # As in JSON, 1 equals 1.0, but not true.
+    "enum": lambda value, members: (
+        (value, type(value) is bool) in [(member, type(member) is bool) for member in members]
+    ),
+    "$ref": lambda value, name: accepts(SCHEMA["$defs"][name.split("/")[-1]], value),
+    "oneOf": lambda value, members: sum(accepts(member, value) for member in members) == 1,
+    "anyOf": lambda value, members: any(accepts(member, value) for member in members),
+    "type": lambda value, names: any(
+        has_type(value, name) for name in ([names] if isinstance(names, str) else names)
+    ),
 }
 OTHER_KEYWORDS = {
-    *("$schema", "$defs", "$ref", "title", "description", "default", "type", "format"),
-    *("enum", "anyOf", "oneOf", "items", "properties", "additionalProperties", "required"),
+    *("$schema", "$defs", "title", "description", "default", "format"),
+    *("items", "properties", "additionalProperties", "required"),
 }
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Compare as JSON: 1 equals 1.0, but not true."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def has_type(value: Any, name: str) -> bool:
@@ -56,19 +56,9 @@ def has_type(value: Any, name: str) -> bool:
 def accepts(schema: dict[str, Any], value: Any) -> bool:
     """Return whether a value is valid. Knows every keyword in recipes/schema.json."""
     assert schema.keys() <= LIMITS.keys() | OTHER_KEYWORDS
-    if "$ref" in schema and not accepts(SCHEMA["$defs"][schema["$ref"].split("/")[-1]], value):
-        return False
-    if "oneOf" in schema and sum(accepts(member, value) for member in schema["oneOf"]) != 1:
-        return False
-    if "anyOf" in schema and not any(accepts(member, value) for member in schema["anyOf"]):
-        return False
-    kinds = schema.get("type", [])
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if kinds and not any(has_type(value, kind) for kind in kinds):
-        return False
-    if "enum" in schema and not any(equal(value, member) for member in schema["enum"]):
-        return False
-    if not all(LIMITS[key](value, schema[key]) for key in LIMITS.keys() & schema.keys()):
+    # The type is checked first, because limits hold for one type.
+    keywords = sorted(LIMITS.keys() & schema.keys(), key=lambda key: key != "type")
+    if not all(LIMITS[key](value, schema[key]) for key in keywords):
         return False
     if isinstance(value, list) and "items" in schema:
         return all(accepts(schema["items"], item) for item in value)

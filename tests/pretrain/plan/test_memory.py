@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,10 +14,14 @@ import yaml
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
+from lab.speed.targets import devices_called, plan_on
 from pretrain.model.attention import Choice
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build_on_meta
 from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Plan, Training
+from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.plan.plan_recipe import (
@@ -27,6 +34,7 @@ from tests.pretrain.plan.plan_recipe import (
 )
 
 EXACT = {"weights": "bf16_exact"}
+RUNS = json.loads((ROOT / "benchmarks/results/speed/h200_qwen2_5.json").read_text())["runs"]
 LAYER = 50_331_648  # weights of one layer's linears
 LAYER_OF_8B = 218_103_808  # the same of Llama-3.1-8B
 TABLE = 151_936 * 2048  # weights of the embedding
@@ -97,6 +105,24 @@ def test_estimates_of_fused_layers_match_measured_peaks(
     changes = {"data": {"packs": "p", "length": length}, "fp8_config": {"scope": scope}}
     plan = fused(model_of(model), precision, devices, **EXACT, **changes)
     assert plan.takes(packs) / GIB == pytest.approx(gib, rel=0.03)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_the_plan_of_a_run_has_the_memory_that_it_allocated(run: dict[str, Any]) -> None:
+    # The command was recorded without quotation marks around the JSON text of the model.
+    config, rest = re.search(r"model\.config=(\{.*?\})(.*)", run["command"]).groups()
+    machine = ("data.", "run_dir=")  # paths of the machine
+    settings = [text for text in shlex.split(rest) if not text.startswith(machine)]
+    settings += [f"model.config={config}", "model.attention=varlen"]
+    run_recipe = load_recipe(ROOT / "benchmarks/qwen2_5.yaml", settings)
+    model = build_on_meta(load_config(run_recipe.model))
+    engine = "transformer_engine" if run_recipe.precision in QUANTIZED else "torch"
+    active = active_in(run_recipe.precision, engine, scope=run_recipe.fp8_config.scope)
+    schedule = schedule_of(run_recipe, active)
+    training = Training(run_recipe, schedule, flops_of(model), mean_squared=1024.0)
+    plan = plan_on(devices_called("H200"), training, model)
+    planned = plan.takes(run_recipe.batch.microbatch) / GIB
+    assert planned == pytest.approx(run["memory_gib"], rel=0.01)
 
 
 @pytest.mark.parametrize(
