@@ -50,7 +50,11 @@ def low(precision: str, *more: str) -> GoldenRun:
 
 
 STATISTICS = "log.fp8_statistics=3"
-
+CONFIG = {"model_type": "qwen3", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+CONFIG |= {"num_hidden_layers": 2, "max_position_embeddings": LENGTH, "tie_word_embeddings": False}
+MDS_CONFIG = {"vocab_size": 50048, "hidden_size": 32, "intermediate_size": 64}
+MDS_CONFIG |= {"num_hidden_layers": 1}
 
 RUNS = {
     "fp32": GoldenRun(("precision=fp32", "model.fused=off")),
@@ -167,30 +171,10 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-    }
-    config |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": LENGTH,
-    }
-    if run.data == "mds":
-        config |= {
-            "vocab_size": 50048,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-        }
     tokens = 4 * 32 if run.data == "mds" else 4 * LENGTH
     return {
         "name": "golden",
-        "model": {"config": config | {"tie_word_embeddings": False}},
+        "model": {"config": CONFIG | (MDS_CONFIG if run.data == "mds" else {})},
         "data": data_of(run.data, folder),
         "batch": {"tokens": tokens, "microbatch": 1 if run.launch else 2},
         "optimizer": {"learning_rate": 0.003},

@@ -67,26 +67,28 @@ class Job:
             (shims / name).write_text(text)
             (shims / name).chmod(0o755)
         (folder / "sitecustomize.py").write_text(WAIT_IN_SAVING)
-        forked = forking(folder) | {"FORKED_SCRIPTS": "train_accelerate.py"}
         kept = {
-            key: value for key, value in forked.items() if not key.startswith(("SLURM_", "MASTER_"))
+            key: value
+            for key, value in forking(folder).items()
+            if not key.startswith(("SLURM_", "MASTER_"))
         }
-        slurm = {
+        search = [str(shims), str(Path(sys.executable).parent), kept["PATH"]]
+        environment = kept | {
+            "FORKED_SCRIPTS": "train_accelerate.py",
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_NNODES": str(nodes),
             "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_NODELIST": ",".join(["127.0.0.1"] * nodes),
+            "PATH": os.pathsep.join(search),
+            "SCONTROL_LOG": str(self.scontrol),
+            "VIRTUAL_ENV": sys.prefix,
+            "ACCELERATE_USE_CPU": "true",
         }
-        slurm["SLURM_JOB_NODELIST"] = ",".join(["127.0.0.1"] * nodes)
-        paths = {
-            "PATH": os.pathsep.join([str(shims), str(Path(sys.executable).parent), kept["PATH"]])
-        }
-        paths |= {"SCONTROL_LOG": str(self.scontrol), "VIRTUAL_ENV": sys.prefix}
-        environment = kept | slurm | paths | {"ACCELERATE_USE_CPU": "true"} | variables
         command = ["bash", str(CLUSTER / script), *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env=environment,
+                env=environment | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

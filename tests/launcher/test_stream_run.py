@@ -26,6 +26,7 @@ from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 36
+DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +82,8 @@ def elsewhere(recipe: dict[str, Any], folder: Path, **data: Any) -> dict[str, An
 
 def part_folders(packs: Path) -> list[Path]:
     # `os.walk` skips a folder that the packer renames meanwhile. `Path.glob` fails.
-    return [
-        Path(parent, name)
-        for parent, names, _ in os.walk(packs)
-        for name in names
-        if name.startswith("part-")
-    ]
+    folders = (Path(parent, name) for parent, names, _ in os.walk(packs) for name in names)
+    return [folder for folder in folders if folder.name.startswith("part-")]
 
 
 def packer_of(run: LauncherProcess) -> psutil.Process:
@@ -104,9 +101,8 @@ def waiting_for_packs(
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
     recipe = elsewhere(recipe, folder) | changes
     first_parts = len(part_folders(folder / "packs"))
-    run = LauncherProcess(
-        [str(write_recipe(recipe, folder))], folder / "log", Moment("logged", "^3$")
-    )
+    path = str(write_recipe(recipe, folder))
+    run = LauncherProcess([path], folder / "log", Moment("logged", "^3$"))
     run.wait_until_it_waits()
     # When a further part exists, the packer has started its tokenizing processes.
     run.wait_until(lambda: len(part_folders(folder / "packs")) > first_parts)
@@ -139,12 +135,9 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path)
-    run = LauncherProcess(
-        [str(write_recipe(recipe, tmp_path))],
-        tmp_path / "log",
-        Moment("logged", "^5$"),
-        Moment("logged", "^20$", SIGKILL),
-    )
+    moments = (Moment("logged", "^5$"), Moment("logged", "^20$", SIGKILL))
+    path = str(write_recipe(recipe, tmp_path))
+    run = LauncherProcess([path], tmp_path / "log", *moments)
     run.wait_until_it_waits()
     packer = packer_of(run)
     run.go_on()
@@ -200,8 +193,7 @@ def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
     recipe = elsewhere(recipe, tmp_path)
-    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    resumed = start_as_ranks(recipe, tmp_path, launch=ddp)
+    resumed = start_as_ranks(recipe, tmp_path, launch=DDP)
     assert resumed.status == 0, resumed.output
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(alone.losses(), rel=1e-5)
@@ -217,8 +209,7 @@ def test_a_packers_error_before_the_first_step_ends_all_ranks(
     streaming = {"disk_gb": 0.0003, "window": 300}
     recipe = elsewhere(recipe, tmp_path, source=str(texts), streaming=streaming)
     recipe |= {"batch": {"tokens": 2048, "microbatch": 2}}
-    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    ended = start_as_ranks(recipe, tmp_path, launch=ddp)
+    ended = start_as_ranks(recipe, tmp_path, launch=DDP)
     assert ended.status != 0, ended.output
     assert "texts.jsonl:61: no column `text`" in ended.output, ended.output
     assert "another process has no more packs" in ended.output

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from foundation.overrides import overridden
 from pretrain.model.gradients import gathered
+from pretrain.optimizer import muon
 from pretrain.optimizer.muon import Hidden, Muon
 from tests.ranks import in_ranks
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.multi
 
 # Shapes and dimensions of the inputs: outputs first, a stacked Conv1D, and experts. Two ranks have
 # shards of different sizes.
-PARAMETERS = (((33, 16), 1, 1), ((16, 34), 1, 1), ((7, 48), 0, 3), ((3, 8, 6), 2, 2))
+PARAMETERS = (((33, 16), 1, 1), *[((16, 34), 1, 1)] * 5, ((7, 48), 0, 3), ((3, 8, 6), 2, 2))
+# A batch has one parameter, so two ranks share the five equal ones in rounds of 2, 2 and 1.
+BATCH = 16 * 34
 STEPS = 4
 
 
@@ -40,7 +44,8 @@ def train(
         for parameter in params:
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = to_ranks(gradient.to(dtype))
-        optimizer.step(clip_coefficient=torch.tensor(0.5))
+        with overridden(muon, BATCH=BATCH):
+            optimizer.step(clip_coefficient=torch.tensor(0.5))
     states = [optimizer.state[parameter] for parameter in params]
     tensors = [*params, *(state["momentum"] for state in states)]
     # Gloo gathers no int16.

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.units import GIB
+from packing.batch import StepBatches
 from pretrain.metrics.console import Console
 from pretrain.model import graphs, packed, sharding
 from pretrain.model.distributed import complete_topology, shard
@@ -87,6 +88,11 @@ def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
         yield counts
 
 
+def step_for(accelerator: Accelerator, microbatches: int) -> StepBatches:
+    ranks = accelerator.num_processes
+    return step_of(random_packs(microbatches * ranks), 1, accelerator.process_index, ranks)
+
+
 def gradients(run: SmallRun) -> list[Tensor]:
     found = map(gradient_of, run.model.parameters())
     return [local_part(gradient).clone() for gradient in found if gradient is not None]
@@ -105,8 +111,7 @@ def train(accelerator: Accelerator, options: dict[str, Any]) -> tuple[list[Tenso
     the bytes of gathered parameters at the loss of the last microbatch.
     """
     run = build_run(accelerator, **options)
-    ranks = accelerator.num_processes
-    step = step_of(random_packs(MICROBATCHES * ranks), 1, accelerator.process_index, ranks)
+    step = step_for(accelerator, MICROBATCHES)
     inputs = [inputs_of(batch, accelerator.device) for batch in step.microbatches]
     run.optimizer.materialise()
     adamw.set_learning_rate(run.optimizer, 1e-3)
@@ -155,8 +160,7 @@ def train_fused(accelerator: Accelerator, references: Path) -> list[Tensor]:
         packed.sharding = sharding.Sharding(
             packed, torch.float32, packed.fused.stacks, once_a_step=False
         )
-        ranks = accelerator.num_processes
-        step = step_of(random_packs(MICROBATCHES * ranks), 1, accelerator.process_index, ranks)
+        step = step_for(accelerator, MICROBATCHES)
         with counting_collectives() as counts:
             loss = forward_backward(packed, step, accelerator)
         keeps_codes = sharding.QUANTIZED_SHARE < 1
@@ -195,8 +199,7 @@ def train_with_graphs(accelerator: Accelerator) -> None:
         computes = (compute_microbatch, MicrobatchGraphs("on", print).compute)
         for results, compute in zip(seen, computes, strict=True):
             run = build_run(accelerator, fused=True, weights="bf16_exact")
-            ranks = accelerator.num_processes
-            step = step_of(random_packs(5 * ranks), 1, accelerator.process_index, ranks)
+            step = step_for(accelerator, 5)
             run.optimizer.materialise()
             adamw.set_learning_rate(run.optimizer, 1e-3)
             for _ in range(3):
@@ -225,8 +228,7 @@ def turn_graphs_off(accelerator: Accelerator) -> None:
         return recorded, recorded.loss
 
     run = build_run(accelerator, fused=True, weights="bf16_exact")
-    ranks = accelerator.num_processes
-    step = step_of(random_packs(5 * ranks), 1, accelerator.process_index, ranks)
+    step = step_for(accelerator, 5)
     statuses = []
     for free in (80, 80 - 79 * accelerator.process_index):
         decisions = MicrobatchGraphs("auto", print)
