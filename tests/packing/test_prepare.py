@@ -127,16 +127,6 @@ def test_a_source_that_changes_while_it_is_read_is_rejected(
     assert sorted(texts_in(settings)) == sorted(documents)
 
 
-def test_other_settings_than_those_of_the_packs_are_rejected(
-    settings: DataSettings, corpus: Path
-) -> None:
-    prepare(settings, progress=False)
-    corpus.unlink()
-    prepare(settings, progress=False)
-    with pytest.raises(InputError, match="packing: truncate -> best_fit"):
-        prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
-
-
 def chats_of(settings: DataSettings, corpus: Path, content: str = "word " * 30) -> DataSettings:
     """Return settings of 40 chats, each of which fits into a pack."""
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "So. " * 9}]
@@ -188,33 +178,27 @@ def test_packs_of_an_earlier_chat_template_are_rejected(
         prepare(plain, progress=False)
 
 
-@pytest.mark.parametrize("packs", ["", "."])
-def test_packs_do_not_replace_the_current_folder(
-    settings: DataSettings, packs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_packs_and_tokens_do_not_replace_other_files(
+    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current = tmp_path / "empty"
     current.mkdir()
     monkeypatch.chdir(current)
-    with pytest.raises(InputError, match="the current folder"):
-        prepare(settings.model_copy(update={"packs": Path(packs or current)}), progress=False)
+    for packs in (Path(""), current):
+        with pytest.raises(InputError, match="the current folder"):
+            prepare(settings.model_copy(update={"packs": packs}), progress=False)
     assert not list(tmp_path.glob(".*.tokens"))
-
-
-@pytest.mark.parametrize("link", [True, False])
-def test_tokens_do_not_replace_other_files(
-    settings: DataSettings, tmp_path: Path, link: bool
-) -> None:
-    (tmp_path / "mine").write_text("mine")
     folder = tmp_path / ".packs.tokens"
     folder.mkdir()
-    if link:
-        (folder / "progress.json").write_text(json.dumps({"key": {}, "counts": {}, "place": {}}))
-        (folder / "tokens.bin").symlink_to(tmp_path / "mine")
-    else:
-        (tmp_path / "mine").rename(folder / "tokens.bin")
-    with pytest.raises(InputError, match=r"symbolic links|has files, but no progress\.json"):
+    (folder / "tokens.bin").write_text("mine")
+    with pytest.raises(InputError, match=r"has files, but no progress\.json"):
         prepare(settings, progress=False)
-    assert (folder / "tokens.bin").read_text() == "mine"
+    (folder / "tokens.bin").rename(tmp_path / "mine")
+    (folder / "tokens.bin").symlink_to(tmp_path / "mine")
+    (folder / "progress.json").write_text(json.dumps({"key": {}, "counts": {}, "place": {}}))
+    with pytest.raises(InputError, match="symbolic links"):
+        prepare(settings, progress=False)
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_changed_source_is_reported_at_every_start(

@@ -228,7 +228,7 @@ UNREADABLE: list[tuple[str, bytes, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE)
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=lambda v: str(v)[:30])
 def test_a_file_that_cannot_be_read_is_named_with_a_remedy(
     name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:

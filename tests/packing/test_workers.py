@@ -20,6 +20,7 @@ from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.workers import start_worker
+from tests.conftest import ROOT
 
 
 def is_running(process: str) -> bool:
@@ -35,19 +36,17 @@ def test_a_killed_preparation_continues_with_the_same_packs(
     prepare(settings, progress=False)
     expected = open_packs(settings, "train").fingerprint
     shutil.rmtree(settings.packs)
-    code = (
-        "import sys, json\n"
-        "from packing.prepare import prepare; from packing.settings import DataSettings\n"
-        "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
-        "packing.token_log._COMMIT_SECONDS = 0\n"
-        "import time; slow = packing.token_log.TokenLog.append\n"
-        "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
-        "if __name__ == '__main__':\n"
-        "    prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(settings.model_dump(mode="json"))]
-    )
+    code = """
+import json, sys, time
+from packing import sources, token_log
+from packing.prepare import DataSettings, prepare
+sources.CHUNK_BYTES = 20_000
+token_log._COMMIT_SECONDS = 0
+append = token_log.TokenLog.append
+token_log.TokenLog.append = lambda *a: (append(*a), time.sleep(0.2))
+prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code, settings.model_dump_json()])
     partial = tmp_path / ".packs.tokens" / "progress.json"
     deadline = time.monotonic() + 60
 
@@ -82,14 +81,9 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(
         "from packing.prepare import prepare, DataSettings\n"
         "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
     )
-    arguments = json.dumps(settings.model_dump(mode="json"))
-    run = subprocess.run(
-        [sys.executable, script, arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, script, settings.model_dump_json()]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    run = subprocess.run(command, **options, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.count("started") == 1, run.stderr
     assert not list(tmp_path.glob("* of the current folder"))
 

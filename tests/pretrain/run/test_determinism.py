@@ -28,6 +28,7 @@ def restore_torch_settings() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("repeats", [False, True])
 def test_a_deterministic_norm_has_a_graph_per_number_of_tokens(
     repeats: bool, build_model: Callable[..., PackedLanguageModel], monkeypatch: pytest.MonkeyPatch

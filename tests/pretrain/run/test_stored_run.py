@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -58,6 +59,18 @@ def store(address: str, run: Path) -> StoredRun:
     return stored
 
 
+def refusing_after(allowed: int, *methods: str) -> Callable[[str, str], str | None]:
+    """Return a fault that refuses requests of these methods after some were allowed."""
+    requests = iter(range(allowed))
+    return lambda method, path: (
+        "403 Forbidden" if method in methods and next(requests, None) is None else None
+    )
+
+
+def is_well(method: str, path: str) -> None:
+    """Let all requests pass."""
+
+
 def restored(address: str, folder: Path) -> dict[str, bytes]:
     StoredRun(address, folder).restore()
     return contents(folder) if folder.exists() else {}
@@ -81,18 +94,12 @@ def test_a_part_of_a_checkpoint_is_never_restored(
     after = contents(run)
     whole = {step: {name for name in after if f"step-{step:08d}" in name} for step in (4, 8, 12)}
     for allowed in range(12):
-        changes = iter(range(allowed))
-
-        def fault(method: str, path: str, changes: Iterator[int] = changes) -> str | None:
-            is_change = method in ("PUT", "POST", "DELETE")
-            return "403 Forbidden" if is_change and next(changes, None) is None else None
-
         stored = StoredRun(address, run)
-        s3_server.fault = fault
+        s3_server.fault = refusing_after(allowed, "PUT", "POST", "DELETE")
         with pytest.raises(InputError, match="Forbidden"):
             stored.claim()
             stored.close(None, None, None)
-        s3_server.fault = lambda method, path: None
+        s3_server.fault = is_well
         files = restored(address, tmp_path / f"restored-{allowed}")
         for names in whole.values():
             assert names <= files.keys() or not names & files.keys()
@@ -114,9 +121,7 @@ def test_deleted_checkpoints_are_deleted_and_other_objects_stay(
     write(f"{address}/mine/a.txt", b"mine")
     write(f"{address}-2/a.txt", b"mine")
     write_checkpoint(run, 12)
-    for file in (run / "checkpoints/step-00000004").iterdir():
-        file.unlink()
-    (run / "checkpoints/step-00000004").rmdir()
+    shutil.rmtree(run / "checkpoints/step-00000004")
     store(address, run)
     assert restored(address, tmp_path / "other") == contents(run)
     files, root = fsspec.url_to_fs(address)
@@ -131,9 +136,7 @@ def test_the_only_stored_checkpoint_is_not_deleted(
 ) -> None:
     """With `checkpoint.keep: 1`, the next checkpoint is stored before the last one is deleted."""
     store(address, run)
-    for step in (4, 8):
-        for file in (run / f"checkpoints/step-{step:08d}").iterdir():
-            file.unlink()
+    shutil.rmtree(run / "checkpoints")
     write_checkpoint(run, 12)
     stored = StoredRun(address, run)
     stored.claim()
@@ -176,15 +179,13 @@ def test_storing_does_not_stop_the_run(address: str, run: Path, s3_server: Serve
     stored.close(None, None, None)
 
 
-def test_a_replaced_checkpoint_is_stored_again(address: str, run: Path, tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_is_stored_and_its_folder_is_used(
+    address: str, run: Path, tmp_path: Path
+) -> None:
     store(address, run)
     write_checkpoint(run, 8, "with another recipe")
     store(address, run)
     assert restored(address, tmp_path / "other") == contents(run)
-
-
-def test_the_folder_that_has_stored_the_run_is_used(address: str, run: Path) -> None:
-    store(address, run)
     write_checkpoint(run, 12)
     before = contents(run)
     assert restored(address, run) == before
@@ -213,18 +214,13 @@ def test_a_run_without_a_stored_checkpoint_starts_anywhere(
 ) -> None:
     """The first process is killed after each of the objects that it stores first."""
     for allowed in range(4):
-        changes = iter(range(allowed))
         there = f"{address}-{allowed}"
-
-        def fault(method: str, path: str, changes: Iterator[int] = changes) -> str | None:
-            return "403 Forbidden" if method == "PUT" and next(changes, None) is None else None
-
         first = StoredRun(there, run)
-        s3_server.fault = fault
+        s3_server.fault = refusing_after(allowed, "PUT")
         with pytest.raises(InputError, match="Forbidden"):
             first.claim()
             first.close(None, None, None)
-        s3_server.fault = lambda method, path: None
+        s3_server.fault = is_well
         assert restored(there, tmp_path / "other") == {}
         store(there, run)
         assert restored(there, tmp_path / f"restored-{allowed}") == contents(run)
