@@ -115,11 +115,16 @@ def test_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     for name in (*mine, ".final.89abcdef.writing"):
         (tmp_path / name).mkdir()
     (tmp_path / mine[1] / ".lock").touch()
-    (tmp_path / ".final.89abcdef.writing/.lock").touch()
+    (tmp_path / ".final.89abcdef.writing/.lock").write_text("process 1 on a machine")
     process = hold(tmp_path / ".final.76543210.writing/.lock")
     assert process.stdout.readline() == "locked\n"
-    with new_folder(tmp_path / "final"):
-        pass
+    with new_folder(tmp_path / "final", replace=True) as first:
+        (first / "a").touch()
+        # Another writer of the folder finishes first.
+        with new_folder(tmp_path / "final", replace=True) as second:
+            assert first.is_dir() and first != second
+        (first / "b").touch()
+    assert sorted(os.listdir(tmp_path / "final")) == ["a", "b"]
     names = {".final.76543210.writing", "final", *mine}
     assert {path.name for path in tmp_path.iterdir()} == names
     process.communicate("done\n")

@@ -405,11 +405,6 @@ def test_a_chat_that_cannot_be_read_is_refused_with_the_reason(
         assert rule(CHATML, "m").fill(record)
 
 
-def test_a_message_of_an_unreadable_chat_names_its_line() -> None:
-    with pytest.raises(InputError, match=r"x\.jsonl:1: column `m` is not a list of messages"):
-        in_lines({"m": "x"}, rule(CHATML, "m"))
-
-
 ESCAPED = r"{title}\n\n{body}\t."
 
 

@@ -321,24 +321,10 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_without_locks_one_process_prepares_and_several_are_rejected(
+def test_without_locks_one_process_prepares_at_a_time(
     settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"first run `python -m pretrain prepare`"):
-        prepare(settings, progress=False)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    prepare(settings, progress=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    prepare(settings, progress=False)
-    assert sorted(texts_in(settings)) == sorted(documents)
-
-
-@pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_without_locks_a_second_preparation_ends_the_first(
-    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one starts after the first chunk, and prepares the packs."""
+    """Ranks are refused. A second preparation, which starts after a chunk, ends the first."""
     append = TokenLog.append
 
     def append_beside_another(log: TokenLog, result: Tokens) -> None:
@@ -346,9 +332,15 @@ def test_without_locks_a_second_preparation_ends_the_first(
         monkeypatch.setattr(TokenLog, "append", append)
         TokenLog(log.folder, log.key)
 
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"first run `python -m pretrain prepare`"):
+        prepare(settings, progress=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(TokenLog, "append", append_beside_another)
     with pytest.raises(InputError, match="another process prepares these packs too"):
         prepare(settings, progress=False)
+    prepare(settings, progress=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     prepare(settings, progress=False)
     assert sorted(texts_in(settings)) == sorted(documents)
 

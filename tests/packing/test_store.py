@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,26 +136,6 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
         facts = {"settings": {}, "statistics": {}, "tokenizer": None}
         write_packs(tmp_path / "packs", LENGTH, {"train": batches()}, **facts)
     assert list(tmp_path.iterdir()) == []
-    # A folder that is left by `kill -9`.
-    (left := tmp_path / ".packs.0123abcd.writing").mkdir()
-    (left / ".lock").write_text("process 1 on a machine")
-    write(tmp_path / "packs", some_packs(2))
-    assert len(ArrowPacks(tmp_path / "packs")) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["packs"]
-
-
-def test_folders_of_others_stay_while_packs_are_written(tmp_path: Path) -> None:
-    names = (".packs.writing", ".packs.thesis00.writing", ".packs2.0123abcd.writing")
-    for name in names:
-        (tmp_path / name / "train").mkdir(parents=True)
-    with files.new_folder(tmp_path / "packs", replace=True) as first:
-        (first / "a").touch()
-        # Another process writes the same folder meanwhile, and is the first to finish.
-        with files.new_folder(tmp_path / "packs", replace=True) as second:
-            assert first.is_dir() and first != second
-        (first / "b").touch()
-    assert sorted(os.listdir(tmp_path / "packs")) == ["a", "b"]
-    assert sorted(os.listdir(tmp_path)) == sorted([*names, "packs"])
 
 
 def test_a_damaged_shard_is_named_when_packs_are_opened(tmp_path):
