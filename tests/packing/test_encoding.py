@@ -138,39 +138,35 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "WINDOW", 512)
 
 
-@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("name", NAMES)
-def test_windows_have_the_tokens_of_the_whole_text(name: str) -> None:
+def test_windows_have_the_tokens_of_the_whole_text(
+    name: str, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordinary text is always encoded. Other text may have a run that cannot be cut."""
     tokenizer = make(name)
+
+    def parts_of(text: str) -> int:
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        parts = list(encode_in_windows(tokenizer, text))
+        assert np.concatenate([part.ids for part in parts]).tolist() == expected.ids
+        offsets = np.concatenate([part.offsets for part in parts])
+        assert list(map(tuple, offsets.tolist())) == expected.offsets
+        return len(parts)
 
     @given(texts)
     @settings(max_examples=40, deadline=None)
     def check(text: str) -> None:
-        expected = tokenizer.encode(text, add_special_tokens=False)
         try:
-            parts = list(encode_in_windows(tokenizer, text))
+            parts_of(text)
         except ValueError as error:
             # A word or a run of characters is longer than the overlap of 64 characters.
             assert "cannot be encoded in parts" in str(error)
-            return
-        assert np.concatenate([part.ids for part in parts]).tolist() == expected.ids
-        offsets = np.concatenate([part.offsets for part in parts])
-        assert list(map(tuple, offsets.tolist())) == expected.offsets
 
-    check()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ordinary_text_is_encoded_in_windows(
-    name: str, documents: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(encoding, "WINDOW", 2048)
-    tokenizer = make(name)
-    text = "\n".join([*documents[:2], "naïve cafe\u0301 世界 😀 <|end|>\r\n" * 9, documents[3]])
-    parts = list(encode_in_windows(tokenizer, text))
-    ids = np.concatenate([part.ids for part in parts])
-    assert len(parts) > 4
-    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    more = "naïve cafe\u0301 世界 😀 <|end|>\r\n" * 9
+    assert parts_of("\n".join([*documents[:2], more, documents[3]])) > 4
+    monkeypatch.setattr(encoding, "WINDOW", 512)
+    check()
 
 
 def read(tokenizer: Tokenizer, record: dict[str, str], **more: Any) -> np.ndarray:
@@ -218,7 +214,7 @@ def test_a_long_text_needs_little_memory(
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-    # This resets the peak of the resident memory.
+    # Reset the peak of the resident memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     tokens = sum(len(part.ids) for part in encode_in_windows(tokenizer, text))

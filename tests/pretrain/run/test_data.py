@@ -112,12 +112,10 @@ def test_packs_without_a_label_are_rejected(
     labels: bool,
     tmp_path: Path,
 ) -> None:
-    one_document = np.array([4], dtype=np.int32)
+    ids = np.ones(4, np.uint32)
     mask = None if trained is None else np.array(trained, bool)
-    good = Pack(
-        np.ones(4, np.uint32), one_document, trained=None if mask is None else np.ones(4, bool)
-    )
-    pack = Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask)
+    good = Pack(ids, np.array([4], np.int32), mask if mask is None else np.ones(4, bool))
+    pack = Pack(ids, np.array(lengths, np.int32), mask)
     splits = {"train": [[good]], "held_out": [[good]]} | {split: [[pack]]}
     write_packs(tmp_path / "packs", 4, splits, settings={}, statistics={}, tokenizer=None)
     settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)

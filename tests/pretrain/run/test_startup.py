@@ -76,11 +76,7 @@ def test_a_size_that_runs_out_of_memory_is_not_chosen(
     assert all(module.training for module in model.modules())
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and not was_reached(parameter), name
-
-
-def test_the_largest_size_is_zero_if_nothing_fits(
-    accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
+    # Nothing fits.
     assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) == 0
     assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) == 0
 

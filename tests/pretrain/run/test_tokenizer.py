@@ -101,19 +101,15 @@ def sentencepiece(folder: Path) -> None:
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     bpe = models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(bpe)
-    prepend = normalizers.Prepend("\u2581")
-    replace = normalizers.Replace(" ", "\u2581")
-    tokenizer.normalizer = normalizers.Sequence([prepend, replace])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    begin = processors.TemplateProcessing(
+    blanks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    tokenizer.normalizer = normalizers.Sequence(blanks)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
-    tokenizer.post_processor = begin
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in pieces[:3]]
-    )
+    special = [AddedToken(token, normalized=False, special=True) for token in pieces[:3]]
+    tokenizer.add_special_tokens(special)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -173,17 +169,24 @@ def test_an_exported_folder_encodes_as_packs_do(
 def test_a_folder_that_would_encode_differently_is_rejected(
     write: Any, kind: str, config: dict, tmp_path: Path
 ) -> None:
-    """AutoTokenizer ignores the folder and loads Qwen2Tokenizer for qwen2."""
+    """AutoTokenizer ignores the folder and loads Qwen2Tokenizer for qwen2.
+
+    A tokenizer that is saved as the message says is accepted.
+    """
     write(tmp_path / "given")
     with pytest.raises(InputError, match=r"AutoTokenizer .* differently; .*save_pretrained\(NEW\)"):
         load_for(tmp_path / "given", kind, **config)
+    if write is byte_level and not config:
+        saved = transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given")
+        saved.save_pretrained(tmp_path / "new")
+        assert load_for(tmp_path / "new", "qwen2").encode("Hello")
 
 
-def test_a_tokenizer_saved_as_the_error_says_is_accepted(tmp_path: Path) -> None:
-    byte_level(tmp_path / "given")
-    saved = transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given")
-    saved.save_pretrained(tmp_path / "new")
-    assert load_for(tmp_path / "new", "qwen2").encode("Hello")
+# The end of an answer has no loss.
+WITHOUT_LOSS = (
+    "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}"
+    "{% endgeneration %}<|im_end|>{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +196,7 @@ def test_a_tokenizer_saved_as_the_error_says_is_accepted(tmp_path: Path) -> None
         (PLAIN, END_OF_TEXT),
         # The token before the answer is not its end.
         ("{% for m in messages %}<|im_start|>{{ m.content }}\n{% endfor %}", None),
-        # The end has no loss.
-        (
-            "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}"
-            "{% endgeneration %}<|im_end|>{% endfor %}",
-            None,
-        ),
+        (WITHOUT_LOSS, None),
         ("{{ raise_exception('no') }}", None),
     ],
 )
