@@ -10,7 +10,7 @@ from lab import doctor
 from pretrain import __main__ as commands
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_precision_has_a_line_with_its_engine_and_obstacle(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
-from lab.experiments import which, which_length
+from lab.experiments import which
 from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import USE, Verdict
 from lab.experiments.which_answer import answer
@@ -104,13 +104,10 @@ def test_runs_are_no_longer_than_an_epoch_and_the_recipe(
 
 @pytest.mark.parametrize(("steps", "of_recipe"), [(79, 500), (None, 79)])
 def test_too_few_steps_are_refused_before_packs_are_prepared(
-    steps: int | None,
-    of_recipe: int,
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    steps: int | None, of_recipe: int, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(which_length, "steps_in_an_epoch", lambda recipe: pytest.fail("prepared"))
+    """The recipe's packs cannot be prepared."""
+    small_recipe["data"]["packs"] = str(tmp_path / "nowhere")
     file = write_recipe(small_recipe | {"train": {"steps": of_recipe}}, tmp_path)
     options = argparse.Namespace(steps=steps, begin_with=None)
     with pytest.raises(InputError, match="only 79 steps per run, but 80 is the minimum"):
@@ -166,17 +163,16 @@ def test_options_without_an_answer_are_refused_before_anything_runs(
 
 
 def test_an_epoch_ends_when_one_source_is_used_up(
-    small_recipe: dict[str, Any],
-    small_packs: Path,
-    tmp_path: Path,
+    small_recipe: dict[str, Any], small_packs: Path, tmp_path: Path
 ) -> None:
     """Mixes two sources of 120 packs each, with weights 0.75 and 0.25."""
-    (tmp_path / "mixed").mkdir()
-    for name in ("code", "prose"):
-        (tmp_path / "mixed" / name).symlink_to(small_packs)
     small_recipe["batch"] = {"tokens": small_recipe["data"]["length"]}
     assert steps_in_an_epoch(load_recipe(write_recipe(small_recipe, tmp_path))) == 120
-    sources = [{"name": "code", "weight": 0.75}, {"name": "prose", "weight": 0.25}]
+    (tmp_path / "mixed").mkdir()
+    weights = {"code": 0.75, "prose": 0.25}
+    for name in weights:
+        (tmp_path / "mixed" / name).symlink_to(small_packs)
+    sources = [{"name": name, "weight": weight} for name, weight in weights.items()]
     small_recipe["data"] |= {"packs": str(tmp_path / "mixed"), "sources": sources}
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
     steps = steps_in_an_epoch(recipe)
@@ -191,16 +187,10 @@ def test_a_stream_that_ends_in_its_first_part_is_an_epoch(
     """The text has 1,501 tokens, which are 24 packs. A step has two packs."""
     text = tmp_path / "text.txt"
     text.write_text("w1 w2 w3 " * 500)
-    small_recipe["batch"] = {"tokens": 128}
-    small_recipe["data"] = {
-        "source": str(text),
-        "tokenizer": str(words),
-        "packs": str(tmp_path / "packs"),
-        "length": 64,
-        "streaming": {"disk_gb": 0.1, "window": window},
-    }
-    recipe = load_recipe(write_recipe(small_recipe, tmp_path), ["evaluate.every=null"])
-    assert steps_in_an_epoch(recipe) == steps
+    data = {"source": str(text), "tokenizer": str(words), "packs": str(tmp_path / "packs")}
+    data |= {"length": 64, "streaming": {"disk_gb": 0.1, "window": window}}
+    written = write_recipe(small_recipe | {"batch": {"tokens": 128}, "data": data}, tmp_path)
+    assert steps_in_an_epoch(load_recipe(written, ["evaluate.every=null"])) == steps
 
 
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:

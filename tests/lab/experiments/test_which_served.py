@@ -167,17 +167,19 @@ def test_candidates_are_judged_as_served_and_resumed(
         ),
         ({}, ("--precisions", "bf16,current"), "remove --precisions"),
         ({}, ("--served", "nvfp5"), "`evaluate.served`"),
+        ({}, None, "needs --steps"),
     ],
 )
 def test_a_mistake_in_candidates_is_refused_before_any_training(
     ask: Callable[..., int],
     tmp_path: Path,
     changes: dict[str, Any],
-    options: tuple[str, ...],
+    options: tuple[str, ...] | None,
     message: str,
 ) -> None:
+    more = () if options is None else ("--steps", "80", *options)
     with pytest.raises(InputError, match=message):
-        ask(CANDIDATES | changes, "--served", "nvfp4", "--steps", "80", "--hours", "9", *options)
+        ask(CANDIDATES | changes, "--served", "nvfp4", "--hours", "9", *more)
     assert not list(tmp_path.glob("which/*/*"))
 
 
@@ -232,11 +234,6 @@ def test_candidates_do_not_inherit_a_mean_from_the_recipe(
     for options in ([], ["--served", "nvfp4", "--steps", "80"]):
         parsed = commands.read("which", [*command, *options])
         assert list(which.read_candidates(parsed, CONFIGURATIONS / "cpu.yaml")) == ["a", "b"]
-
-
-def test_a_mean_needs_the_number_of_steps(ask: Callable[..., int]) -> None:
-    with pytest.raises(InputError, match="needs --steps"):
-        ask(CANDIDATES, "--served", "nvfp4")
 
 
 def test_the_decay_of_a_candidate_is_a_share_of_the_trained_steps(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.state import AcceleratorState
 
 from packing.prepare import prepare
 from pretrain.__main__ import main
-from pretrain.settings.config import load_data, load_recipe
+from pretrain.settings.config import load_data
 from tests.conftest import ROOT, write_recipe
 
 RunPlan = Callable[..., tuple[int, str, str]]
@@ -174,44 +172,15 @@ def test_a_plan_may_request_an_attention_that_needs_a_gpu(plan: RunPlan, attenti
     assert (status, err) == (0, "") and table(out, "1 x H100")["bf16"]["needs"]
 
 
-@pytest.mark.parametrize(
-    ("on", "settings", "fits"),
-    [
-        ("2xH200", "precision=bf16", True),
-        ("2xH200", "precision=delayed", False),
-        ("2xH200", "precision=delayed optimizer.moments=bf16", True),
-        ("4xH200", "precision=delayed", True),
-        ("1xH200", "precision=delayed batch.tokens=524288", False),
-        ("1xH200", "precision=delayed optimizer.offload=moments batch.tokens=524288", True),
-    ],
-)
-def test_qwen2_5_14b_fits_where_its_recipe_says(
-    on: str, settings: str, fits: bool, plan: RunPlan
-) -> None:
-    recipe = load_recipe(ROOT / "recipes/qwen2_5_14b_openmath.yaml")
-    shape = yaml.safe_load((ROOT / "benchmarks/qwen2_5_14b.yaml").read_text())["model"]["config"]
-    overrides = [
-        f"weights={recipe.weights}",
-        f"batch.tokens={recipe.batch.tokens}",
-        f"data.length={recipe.data.length}",
-        f"model.gradient_checkpointing={recipe.model.gradient_checkpointing}",
-        f"model.config={json.dumps(shape)}",
-    ]
-    overrides += ["data.packs=/no/such", "batch.microbatch=auto", *settings.split()]
-    _, out, err = plan(*overrides, "--on", on)
-    precision = settings.partition(" ")[0].removeprefix("precision=")
-    row = table(out, on.replace("x", " x "))[precision]
-    assert err == "" and (row["tokens/s"] != "does not fit") == fits
-    assert (" + 110.0 GiB host" in row["needs"]) == ("offload" in settings)
-
-
 def test_a_plan_that_does_not_fit_shows_no_speed(plan_llama: RunPlan) -> None:
-    _, out, err = plan_llama("--on", "RTX 4090", "--on", "H200")
+    offload = ("optimizer.moments=null", "optimizer.offload=moments")
+    _, out, err = plan_llama(*offload, "--on", "RTX 4090", "--on", "H200")
     small = table(out, "1 x RTX 4090")["bf16"]
     large = table(out, "1 x H200")["bf16"]
     assert (err, small["tokens/s"], small["time"]) == ("", "does not fit", "–")
     assert "\n1 x RTX 4090, 23.5 GiB, compute capability 8.9, speed by" in out
-    assert float(small["needs"].split()[0]) > 23.5 and large["needs"].endswith("GiB")
+    assert float(small["needs"].split()[0]) > 23.5
+    assert large["needs"].endswith(" + 59.8 GiB host")
     assert "±" in large["tokens/s"] and large["time"] != "–"
     assert ": does not fit; to save memory, set a smaller" in " ".join(out.split())
 

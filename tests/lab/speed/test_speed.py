@@ -23,10 +23,6 @@ from tests.conftest import ROOT
 from tests.pretrain.conftest import active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
-PUBLISHED = [
-    (trainer, card) for trainer in planner_fit.TRAINERS for card in planner_fit.published(trainer)
-]
-
 
 @cache
 def fitted() -> Shares:
