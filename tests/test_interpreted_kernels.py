@@ -17,8 +17,8 @@ INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
 @pytest.mark.parametrize(
     "options",
     [
-        # Small cases of a few kernels in each commit.
-        ["tests/gpu/test_kernels_gpu.py", "-k", "those_of_the_formula and (experts or extreme)"],
+        # One small kernel in each commit.
+        ["tests/gpu/test_kernels_gpu.py", "-k", "those_of_the_formula and experts"],
         pytest.param(
             [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED], marks=pytest.mark.nightly
         ),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import build_on_meta, decoder_layers
 from pretrain.model.wrapping import convert
-from pretrain.precision.grouped import arrange
+from pretrain.precision.grouped import arrange, check_experts
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
 from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of
@@ -109,6 +109,12 @@ def test_outputs_and_gradients_equal_those_of_plain_experts(
         results.append([y.detach(), x.grad, weights.grad, *gradients])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_may_choose_all_experts() -> None:
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"])
+    config.num_experts_per_tok = EXPERTS
+    check_experts(build_on_meta(config))
 
 
 def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:

@@ -112,6 +112,13 @@ def test_cpu_tensors_are_multiplied_by_torch():
     assert torch.equal(cublaslt.linear(x, weight), F.linear(x, weight))
     assert torch.equal(cublaslt.linear(x, weight, None, residual), F.linear(x, weight) + before)
     assert torch.equal(residual, before)
+    for dtype in (BF16, FP32):
+        total = before.to(dtype, copy=True)
+        cublaslt.add_product_(total, x, weight.t())
+        expected = before.float() + x.float() @ weight.float().t()
+        torch.testing.assert_close(total.float(), expected, rtol=2**-7, atol=2**-5)
+        cublaslt.add_product_(total, x, weight.t(), overwrite=True)
+        torch.testing.assert_close(total.float(), expected - before, rtol=2**-7, atol=2**-5)
 
 
 def writing(d: Tensor, *results: Tensor | None) -> list[Callable[[], int]]:
