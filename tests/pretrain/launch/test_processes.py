@@ -97,34 +97,19 @@ def has_ended(process: int) -> bool:
         return True
 
 
-def test_a_training_has_its_arguments_variables_and_log(
+def test_trainings_have_arguments_variables_logs_and_the_status_of_a_shell(
     client: Callable[..., str], tmp_path: Path
 ) -> None:
+    """A mistake is one line of the log. A rank may continue after its launcher was killed."""
     # In a long TMPDIR, such as the folder of a SLURM job, the path of a socket would be too long.
     long = tmp_path / f"{80 * 'x'}"
     long.mkdir()
     client(
         """
-start("a.log", "end", "one", GPU="3").wait()
-start("b.log", "end", "two words", "ü", GPU="5").wait()
-start("b.log", "end").wait()
-""",
-        TMPDIR=str(long),
-    )
-    first = (tmp_path / "a.log").read_text()
-    second, third = (tmp_path / "b.log").read_text().splitlines()
-    server = first.split()[0]
-    assert first.endswith(" ['one'] 3 own group ''\n")
-    assert second.endswith(" ['two words', 'ü'] 5 own group ''")
-    assert third.endswith(" [] None own group ''"), "output is appended"
-    assert second.startswith(f"{server} ") and third.startswith(f"{server} ")
+start("one.log", "end", "one", GPU="3").wait()
+start("two.log", "end", "two words", "ü", GPU="5").wait()
+start("two.log", "end").wait()
 
-
-def test_the_status_is_that_of_a_shell_when_all_processes_have_ended(
-    client: Callable[..., str], tmp_path: Path
-) -> None:
-    """A mistake is one line of the log. A rank may continue after its launcher was killed."""
-    client("""
 for number in (0, 3):
     training = start("a.log", "exit", str(number))
     assert training.wait() and training.status == number
@@ -146,7 +131,16 @@ while training._process.is_alive():
 assert not training.has_ended()
 training.signal(signal.SIGTERM)
 assert training.wait()
-""")
+""",
+        TMPDIR=str(long),
+    )
+    first = (tmp_path / "one.log").read_text()
+    second, third = (tmp_path / "two.log").read_text().splitlines()
+    server = first.split()[0]
+    assert first.endswith(" ['one'] 3 own group ''\n")
+    assert second.endswith(" ['two words', 'ü'] 5 own group ''")
+    assert third.endswith(" [] None own group ''"), "output is appended"
+    assert second.startswith(f"{server} ") and third.startswith(f"{server} ")
     log = (tmp_path / "mistake.log").read_text()
     assert log.splitlines()[-1] == "error: a.yaml: `key`: not a number; set a number"
     assert "Traceback" not in log

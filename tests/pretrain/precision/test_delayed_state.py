@@ -62,13 +62,8 @@ def amax_histories(emulation: EmulationEngine, name: str) -> list[tuple[list[flo
 def test_histories_and_scales_equal_those_of_a_plain_loop(
     fp8_format: str, length: int, margin: int, algorithm: str
 ) -> None:
-    emulation = emulation_of(
-        "delayed",
-        fp8_format=fp8_format,
-        margin=margin,
-        amax_history_len=length,
-        amax_compute_algo=algorithm,
-    )
+    options = {"fp8_format": fp8_format, "margin": margin, "amax_history_len": length}
+    emulation = emulation_of("delayed", **options, amax_compute_algo=algorithm)
     linear = linear_of(emulation, SIZE, SIZE)
     emulation.gemm("idle", SIZE, SIZE)
     gradient_grid = E5M2 if fp8_format == "HYBRID" else E4M3
@@ -93,12 +88,11 @@ def test_histories_and_scales_equal_those_of_a_plain_loop(
 
         quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
         quantized_g = tensor.quantize(grad, torch.tensor(plain_g.scale), gradient_grid).dequantize()
-        torch.testing.assert_close(
-            y.detach(), (quantized_x @ quantized_w.t()).bfloat16(), rtol=2**-7, atol=1e-3
-        )
-        torch.testing.assert_close(
-            x.grad, (quantized_g @ quantized_w).bfloat16(), rtol=2**-7, atol=1e-3
-        )
+        for actual, expected in (
+            (y, quantized_x @ quantized_w.t()),
+            (x.grad, quantized_g @ quantized_w),
+        ):
+            torch.testing.assert_close(actual, expected.bfloat16(), rtol=2**-7, atol=1e-3)
 
         plain_x.note(x.detach())
         plain_g.note(grad)

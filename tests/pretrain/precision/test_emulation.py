@@ -6,6 +6,7 @@ Recomputed layers compute the same.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from foundation.overrides import overridden
 from pretrain.precision.product import LinearState, Probe
-from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
+from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
 from tests.pretrain.observe.test_operand_statistics import SmallModel
 
@@ -33,12 +34,8 @@ def operands(
     x, weight, grad = (
         torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape).float()) for shape in shapes
     )
-    return (
-        x.bfloat16(),
-        (0.1 * weight).bfloat16(),
-        torch.randn(out_features).bfloat16(),
-        (0.01 * grad).bfloat16(),
-    )
+    bias = torch.randn(out_features)
+    return tuple(values.bfloat16() for values in (x, 0.1 * weight, bias, 0.01 * grad))
 
 
 def run(
@@ -56,62 +53,52 @@ def run(
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
-def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
-    """Return a function that quantizes and dequantizes x along its last dimension.
-
-    It supports the recipes with the same quantization for all operands.
-    """
-    if recipe == "delayed":  # The first forward and backward use scales of one.
-        return lambda x: tensor.quantize(x, torch.ones(()), format).dequantize()
-    if recipe == "current":
-        return lambda x: tensor.quantize_by_amax(x, None, format).dequantize()
-    if recipe == "block":
-        return lambda x: blocks.quantize_fp8(
-            x, format, two_dimensional=two_dimensional
-        ).dequantize()
-    return lambda x: blocks.quantize_mx(x, format).dequantize()
+Quantize = Callable[[Tensor], Tensor]
 
 
-def fp4(transform: bool = False, square: bool = False) -> Any:
+def fp8(recipe: str, *grids: Grid, squares: Sequence[bool] = (False,) * 6) -> list[Quantize]:
+    """Return functions that quantize x to each grid along its last dimension and dequantize it."""
+    one = torch.ones(())  # The first forward and backward of delayed scaling use scales of one.
+    of_recipe = {
+        "delayed": lambda x, grid, _: tensor.quantize(x, one, grid),
+        "current": lambda x, grid, _: tensor.quantize_by_amax(x, None, grid),
+        "block": lambda x, grid, square: blocks.quantize_fp8(x, grid, two_dimensional=square),
+        "mxfp8": lambda x, grid, _: blocks.quantize_mx(x, grid),
+    }[recipe]
+    return [
+        lambda x, grid=grid, square=square: of_recipe(x, grid, square).dequantize()
+        for grid, square in zip(grids, squares, strict=True)
+    ]
+
+
+def fp4(transform: bool = False, square: bool = False) -> Quantize:
     """Return a function that quantizes x to NVFP4 and dequantizes it."""
     return lambda x: blocks.quantize_nvfp4(
         blocks.hadamard(x) if transform else x, two_dimensional=square
     ).dequantize()
 
 
-def mxfp4(transform: bool = False) -> Any:
+def mxfp4(transform: bool = False) -> Quantize:
     """Return a function that quantizes x to MXFP4 and dequantizes it."""
     return lambda x: blocks.quantize_mx(blocks.hadamard(x) if transform else x, E2M1).dequantize()
 
 
+HYBRID = (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)
+SQUARES = (False, True, False, True, False, False)
+NEAREST = {"disable_stochastic_rounding": True}
+OF_NVFP4 = [fp4(), fp4(square=True)] * 2
 # Options, and the functions that quantize the left and right operands of forward, dgrad and wgrad
 # along their last dimension.
-CASES = {
-    "delayed": ({}, [fp8("delayed", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
-    "delayed E4M3": ({"fp8_format": "E4M3"}, [fp8("delayed", E4M3)] * 6),
-    "current": ({}, [fp8("current", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
-    "block": ({}, [fp8("block", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)]),
-    "mxfp8": ({}, [fp8("mxfp8", E4M3)] * 6),
-    "mxfp8 hybrid": (
-        {"fp8_format": "HYBRID"},
-        [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)],
-    ),
-    "nvfp4": (
-        {"disable_stochastic_rounding": True},
-        [
-            fp4(),
-            fp4(square=True),
-            fp4(),
-            fp4(square=True),
-            fp4(transform=True),
-            fp4(transform=True),
-        ],
-    ),
-    "mxfp4": ({"disable_stochastic_rounding": True}, [mxfp4()] * 4 + [mxfp4(transform=True)] * 2),
-    "nvfp4 plain": (
-        {"disable_stochastic_rounding": True, "disable_rht": True},
-        [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(), fp4()],
-    ),
+CASES: dict[str, tuple[dict[str, Any], list[Quantize]]] = {
+    "delayed": ({}, fp8("delayed", *HYBRID)),
+    "delayed E4M3": ({"fp8_format": "E4M3"}, fp8("delayed", *[E4M3] * 6)),
+    "current": ({}, fp8("current", *HYBRID)),
+    "block": ({}, fp8("block", *[E4M3] * 6, squares=SQUARES)),
+    "mxfp8": ({}, fp8("mxfp8", *[E4M3] * 6)),
+    "mxfp8 hybrid": ({"fp8_format": "HYBRID"}, fp8("mxfp8", *HYBRID)),
+    "nvfp4": (NEAREST, OF_NVFP4 + [fp4(transform=True)] * 2),
+    "nvfp4 plain": (NEAREST | {"disable_rht": True}, OF_NVFP4 + [fp4()] * 2),
+    "mxfp4": (NEAREST, [mxfp4()] * 4 + [mxfp4(transform=True)] * 2),
 }
 
 
@@ -164,14 +151,12 @@ def test_stochastic_rounding_depends_on_the_seed_for_gradients_only() -> None:
     torch.manual_seed(1)
     along_features = torch.rand(grad.shape)
     along_tokens = torch.rand_like(grad.t(), dtype=torch.float32)
-    quantized = blocks.quantize_nvfp4(
-        grad, two_dimensional=False, uniform=along_features
-    ).dequantize()
-    assert close(runs[0][1], quantized, fp4(square=True)(weight.t()))
-    quantized = blocks.quantize_nvfp4(
-        blocks.hadamard(grad.t()), two_dimensional=False, uniform=along_tokens
-    ).dequantize()
-    assert close(runs[0][2], quantized, fp4(transform=True)(x.t()))
+    for result, values, uniform, other in (
+        (runs[0][1], grad, along_features, fp4(square=True)(weight.t())),
+        (runs[0][2], blocks.hadamard(grad.t()), along_tokens, fp4(transform=True)(x.t())),
+    ):
+        quantized = blocks.quantize_nvfp4(values, two_dimensional=False, uniform=uniform)
+        assert close(result, quantized.dequantize(), other)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
@@ -190,12 +175,9 @@ def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(recipe: str) -
             with run.context.forward(training=True):
                 y = call(layer, call(layer, scaled))
             y.float().square().mean().backward()
-            figures += [
-                y.detach(),
-                x.grad.clone(),
-                *(weight.grad.clone() for weight in layer.parameters()),
-            ]
-            figures += [tensor.clone() for tensor in run.engine.state().values()]
+            changed = [x.grad, *(weight.grad for weight in layer.parameters())]
+            figures += [y, *changed, *run.engine.state().values()]
+            figures = [figure.detach().clone() for figure in figures]
         results.append(figures)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -223,9 +205,23 @@ ROLES_AND_AXES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
-def test_transposed_views_and_compiled_quantizers_have_the_same_codes(recipe: str) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize(
+    ("recipe", "compiles"),
+    [
+        *((recipe, False) for recipe in QUANTIZED),
+        ("nvfp4", True),
+        *(
+            pytest.param(recipe, True, marks=pytest.mark.nightly)
+            for recipe in QUANTIZED
+            if recipe != "nvfp4"
+        ),
+    ],
+)
+def test_transposed_views_and_compiled_quantizers_have_the_same_codes(
+    recipe: str, compiles: bool
+) -> None:
+    if compiles:
+        torch._dynamo.reset()
     precision = emulation_of(recipe, **to_nearest(recipe)).precision
     x = operands(256, 384)[0]
     scale = torch.tensor(3.0) if precision.keeps_history else None
@@ -237,7 +233,7 @@ def test_transposed_views_and_compiled_quantizers_have_the_same_codes(recipe: st
             view.dequantize(), expected.dequantize()
         )
         # one role per axis, because tracing is slow
-        if along == "features" or role == "grad_output":
+        if compiles and (along == "features" or role == "grad_output"):
             compiled = torch.compile(
                 lambda x, quantize=quantize: quantize(x, scale, None).operand,
                 fullgraph=True,

@@ -57,14 +57,8 @@ def build(
     Norms of one and biases of zero would hide many errors.
     """
     settings = ModelSettings(config=config)
-    hf = model.build(
-        settings,
-        load_config(settings),
-        weights=dtype,
-        seed=1,
-        device=torch.device(device),
-        backend=backend,
-    )
+    options = {"weights": dtype, "seed": 1, "device": torch.device(device), "backend": backend}
+    hf = model.build(settings, load_config(settings), **options)
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -79,13 +73,11 @@ def inputs(
     """Return a microbatch with documents of one token, of a full pack, and of sizes between."""
     draw = np.random.default_rng(seed)
     lengths = [np.array([1, 9, length - 10], dtype=np.int32), np.array([length], dtype=np.int32)]
-    packs_of_documents = [
+    documents = [
         Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2])
         for pack in range(packs)
     ]
-    return inputs_of(
-        build_microbatch(packs_of_documents, mask_boundaries=True), torch.device(device)
-    )
+    return inputs_of(build_microbatch(documents, mask_boundaries=True), torch.device(device))
 
 
 def losses_and_gradients(
@@ -105,9 +97,8 @@ def losses_and_gradients(
             loss = packed(**inputs(seed=index, **of_inputs)) / 1000
             loss.backward()
             losses.append(loss.item())
-    return losses, {
-        name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()
-    }
+    parameters = dict(packed.hf.named_parameters())
+    return losses, {name: gradient_of(p).float().clone() for name, p in parameters.items()}
 
 
 def significant_parameters(gradients: Mapping[str, Tensor]) -> list[str]:
@@ -124,9 +115,8 @@ def packed(
 ) -> PackedLanguageModel:
     """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
     context = PrecisionContext(dtype)
-    trained = PackedLanguageModel(
-        hf, hf.config._attn_implementation, LossSettings(chunk=64), context
-    ).train()
+    backend = hf.config._attn_implementation
+    trained = PackedLanguageModel(hf, backend, LossSettings(chunk=64), context).train()
     if fused:
         trained.fused = fuse(model.decoder_layers(hf), {}, Arithmetic(context))
         assert not trained.fused.left_out
