@@ -1,11 +1,8 @@
-"""Fixtures of the tests of training: tiny models, packs, plain transformers and an Accelerator.
-
-Models are built as the launcher builds them.
-"""
+"""Engines and contexts of tests of training, an Accelerator, and attention on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from packing.arrow import Pack
 from pretrain.model import attention
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.gemm import GemmEngine, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
@@ -29,7 +23,6 @@ from pretrain.precision.settings import (
     LowPrecisionSettings,
     configured,
 )
-from tests.pretrain import small_models
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 
@@ -98,26 +91,6 @@ def on_a(device: str) -> Iterator[Accelerator]:
 def accelerator() -> Iterator[Accelerator]:
     with on_a("cpu") as accelerator:
         yield accelerator
-
-
-@pytest.fixture
-def build_model() -> Callable[..., PackedLanguageModel]:
-    return small_models.build_model
-
-
-@pytest.fixture
-def plain_copy() -> Callable[[PackedLanguageModel], PreTrainedModel]:
-    return small_models.plain_copy
-
-
-@pytest.fixture(scope="session")
-def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
-    return small_models.plain_loss
-
-
-@pytest.fixture(scope="session")
-def random_packs() -> Callable[..., list[Pack]]:
-    return small_models.random_packs
 
 
 def attention_of(

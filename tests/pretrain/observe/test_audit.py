@@ -39,6 +39,7 @@ from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
 from tests.pretrain.plan.plan_recipe import on_meta
+from tests.pretrain.small_models import build_model, random_packs
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LENGTH, LLAMA, SmallRun, build_run
 
 FP32 = active_in("fp32", "torch")
@@ -59,7 +60,7 @@ def refusal(observe: Callable[..., object], *arguments: object) -> str:
 
 
 @pytest.fixture
-def inputs(random_packs: Callable) -> dict:
+def inputs() -> dict:
     return inputs_of(
         build_microbatch(random_packs([[5, 11]], 16), mask_boundaries=True), torch.device("cpu")
     )
@@ -85,7 +86,6 @@ def test_every_linear_is_listed_and_another_precision_is_rejected(
     cast_to: Any,
     active: Any,
     other: Any,
-    build_model: Callable,
     inputs: dict,
 ) -> None:
     packed = build_model(kind, weights=weights, cast_to=cast_to)
@@ -105,7 +105,7 @@ def test_every_linear_is_listed_and_another_precision_is_rejected(
     assert {module: vars(module).get("forward") for module in packed.modules()} == before
 
 
-def test_a_layer_that_computes_in_fp32_is_found(build_model: Callable, inputs: dict) -> None:
+def test_a_layer_that_computes_in_fp32_is_found(inputs: dict) -> None:
     packed = build_model(cast_to=torch.bfloat16)
     layer = packed.hf.base_model.layers[1]
     # Deletes the wrapper. The forward of the class then multiplies with the FP32 parameters.
@@ -126,9 +126,7 @@ def test_a_layer_that_computes_in_fp32_is_found(build_model: Callable, inputs: d
     assert "layers.1.self_attn.q_proj (fp32)" in message
 
 
-def test_unused_linears_and_experts_without_gradient_are_found(
-    build_model: Callable, inputs: dict
-) -> None:
+def test_unused_linears_and_experts_without_gradient_are_found(inputs: dict) -> None:
     packed = build_model()
     mlp = packed.hf.base_model.layers[1].mlp
     mlp.experts = nn.ModuleList([nn.Module()])
@@ -144,7 +142,7 @@ def test_unused_linears_and_experts_without_gradient_are_found(
 
 @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
 def test_a_fused_product_in_fp32_or_without_dgrad_is_found(
-    gemm: str, build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
+    gemm: str, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = build_model(cast_to=torch.bfloat16)
     packed.context = PrecisionContext(torch.bfloat16)

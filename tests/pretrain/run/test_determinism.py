@@ -5,7 +5,7 @@ Bit-identical repetitions on a GPU are tested in tests/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from pretrain.model.distributed import compute_in_a_fixed_order
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import ModelSettings
+from tests.pretrain.small_models import build_model
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def restore_torch_settings() -> Iterator[None]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("repeats", [False, True])
 def test_a_deterministic_norm_has_a_graph_per_number_of_tokens(
-    repeats: bool, build_model: Callable[..., PackedLanguageModel], monkeypatch: pytest.MonkeyPatch
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shared graph would split its sums for the number of tokens that comes first."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

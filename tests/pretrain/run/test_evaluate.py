@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures, held_out_sums
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.small_models import build_model, plain_copy, plain_loss
 from tests.pretrain.verify.small_runs import build_run
 
 
@@ -58,9 +58,6 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     microbatch: int,
     held_out: Packs,
     accelerator: Accelerator,
-    build_model: Callable,
-    plain_copy: Callable,
-    plain_loss: Callable,
 ) -> None:
     packed = build_model(kind)
     result = evaluate(packed, held_out, accelerator, microbatch)
@@ -79,7 +76,6 @@ def test_the_figures_of_several_sources_are_means_over_tokens(
     small_packs: Path,
     held_out: Packs,
     accelerator: Accelerator,
-    build_model: Callable,
 ) -> None:
     parts = {"a": held_out, "b": open_packs(DataSettings(packs=small_packs, length=32), "train")}
     packed = build_model()
@@ -102,7 +98,7 @@ def test_the_figures_of_several_sources_are_means_over_tokens(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_keeps_mode_weights_and_gradients(
-    training: bool, held_out: Packs, accelerator: Accelerator, build_model: Callable
+    training: bool, held_out: Packs, accelerator: Accelerator
 ) -> None:
     packed = build_model().train(training)
     for parameter in packed.parameters():
@@ -131,7 +127,7 @@ def test_an_evaluation_uses_the_weights_after_the_last_update(
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_samples_equal_those_of_plain_transformers(
-    kind: str, tokenizer: PreTrainedTokenizerBase, build_model: Callable, plain_copy: Callable
+    kind: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     packed = build_model(kind)
     settings = {"temperature": 0.7, "top_p": 0.9}
@@ -145,9 +141,7 @@ def test_samples_equal_those_of_plain_transformers(
     assert text == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
-def test_temperature_zero_takes_the_likeliest_token(
-    tokenizer: PreTrainedTokenizerBase, build_model: Callable
-) -> None:
+def test_temperature_zero_takes_the_likeliest_token(tokenizer: PreTrainedTokenizerBase) -> None:
     hf = build_model("gpt2", n_positions=8).hf
     greedy = [
         sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=temperature, top_p=top_p)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.run.startup import grow, largest_that_fits
+from tests.pretrain.small_models import build_model, random_packs
 
 LENGTH = 8
 
@@ -50,7 +51,7 @@ def run_out_of_memory(*_: object) -> None:
 
 
 @pytest.fixture
-def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
+def make_batch() -> Callable[..., Microbatch]:
     return lambda packs, lengths=(5, 3): build_microbatch(
         random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True
     )
@@ -67,7 +68,7 @@ def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, use
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_a_size_that_runs_out_of_memory_is_not_chosen(
-    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+    fails_in: str, accelerator: Accelerator, make_batch: Callable
 ) -> None:
     model = SmallDevice(build_model(), packs=3, fails_in=fails_in)
     attach_main_gradients(model, torch.float32)
@@ -112,7 +113,7 @@ def test_a_microbatch_grows_to_the_largest_that_fits(
 
 
 def test_growth_starts_with_a_size_that_the_precision_takes(
-    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+    accelerator: Accelerator, make_batch: Callable
 ) -> None:
     """Half a pack has 48 tokens, which is not a multiple of 32, so that 64 are tried.
 

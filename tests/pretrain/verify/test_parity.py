@@ -45,6 +45,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     wrong_batches,
 )
+from tests.pretrain.small_models import build_model, plain_copy, plain_loss, random_packs
 from tests.pretrain.verify.faults import FAULTS, changing_gradients
 from tests.pretrain.verify.later_call_faults import halving_amax
 from tests.pretrain.verify.small_runs import CPU, MIXTURES, SmallRun, build_run, step_of
@@ -139,10 +140,6 @@ def test_drawn_documents_agree_with_the_drawn_microbatch(
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_the_reference_pass_is_the_mean_over_separate_documents(
     kind: str,
-    plain_copy: Callable,
-    plain_loss: Callable,
-    random_packs: Callable,
-    build_model: Callable,
 ) -> None:
     chosen, packed = random_packs([[5, 1, 10], [7, 5], [16]], LENGTH), build_model(kind)
     parts = [
