@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -329,17 +328,6 @@ def test_a_packer_process_makes_parts_and_reports_its_end(streamed_settings: Dat
             order.packs_at(places_of(10**4))
 
 
-def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(Path(values["source"]).read_text() + '{"tixt": "a"}\n')
-    data = streamed(values | {"source": str(bad)}, tmp_path / "packs")
-    packs = open_packs(data, "train")
-    with PackerProcess(data, packs.position) as packs.packer:
-        order = order_of(packs, 3)
-        with pytest.raises(InputError, match=r"^\S+bad\.jsonl:\d+: no column `text`"):
-            order.packs_at(places_of(10**4))
-
-
 def test_a_thread_that_waits_for_a_part_can_be_stopped(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -371,15 +359,6 @@ def test_a_killed_packer_of_an_earlier_run_is_replaced(streamed_settings: DataSe
             first.kill()
             read += [packs for packs, _ in steps(packs, 10, 40)]
     assert read == expected
-
-
-def test_a_packer_ends_with_its_parent(streamed_settings: DataSettings) -> None:
-    parent = "import os, sys; from packing.workers import start_python; "
-    parent += "start_python('packing.follow', sys.argv[1], str(os.getpid()))"
-    command = [sys.executable, "-P", "-c", parent, streamed_settings.model_dump_json()]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    # The parent ends at once. The output ends when the packer, which inherits it, has ended.
-    subprocess.check_output(command, env=environment, timeout=60)
 
 
 def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) -> None:
