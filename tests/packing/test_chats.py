@@ -150,6 +150,7 @@ WITH_CALL = [USER, CALL, RESULT, ANSWER]
 BARE = {"role": "assistant", "tool_calls": CALL["tool_calls"]}
 NULL = BARE | {"content": None}
 NARRATED = [{"role": "narrator", "content": "x"}, ANSWER]
+NO = ANSWER | {"content": "no"}
 NO_WORDS = {"role": "assistant", "content": ""}
 CALLED = f"{json.dumps(CALL['tool_calls'])}<|im_end|>\n"
 
@@ -180,7 +181,7 @@ CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
     ((DATED,), "messages", says("Hello, 世界."), None, "Hello, 世界.<|im_end|>\n"),
     ((PLAIN,), "messages", [SYSTEM, *says("so", "yes")], None, "so<e>|yes<e>"),
     # An answer without a loss: of weight 0, or one that the template does not write.
-    (BOTH, "messages", [*says("no")[:1], ANSWER | {"weight": 0}, USER, ANSWER], None, END),
+    (BOTH, "messages", [USER, NO | {"weight": 0}, USER, ANSWER], None, END),
     (BOTH, "messages", [USER, ANSWER | {"weight": 1}], None, END),
     (BOTH, "messages", WITH_CALL, None, END),
     ((PLAIN,), "messages", [USER, BARE, RESULT, ANSWER], None, "It is sunny.<e>"),
@@ -216,9 +217,11 @@ CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
 ]  # fmt: skip
 
 
+CASES = [(template, *row) for templates, *row in CHATS for template in templates]
+
+
 @pytest.mark.parametrize(
-    ("template", "messages", "record", "chat", "answers"),
-    [(template, *row) for templates, *row in CHATS for template in templates],
+    ("template", "messages", "record", "chat", "answers"), CASES, ids=map(str, range(len(CASES)))
 )
 def test_a_chat_has_transformers_text_and_a_loss_on_its_answers(
     template: str, messages: Any, record: Any, chat: list[dict] | None, answers: str
@@ -394,7 +397,9 @@ REFUSED: list[tuple[str, Any, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "messages", "record", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("template", "messages", "record", "message"), REFUSED, ids=[row[-1][:40] for row in REFUSED]
+)
 def test_a_chat_that_cannot_be_read_is_refused_with_the_reason(
     template: str, messages: Any, record: Any, message: str
 ) -> None:
