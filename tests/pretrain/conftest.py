@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
 from pretrain.precision.emulation import EmulationEngine
@@ -74,6 +75,21 @@ def call_of(name: str, ends: Tensor | None = None) -> LinearPass:
     """Return a pass of the linear `name`, as probes get it. `ends` are those of experts."""
     context = PrecisionContext(torch.bfloat16)
     return LinearPass(TorchGemm(name), context, differentiable=True, ends=ends)
+
+
+def llama(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:
+    """Return a plain transformers model with random weights, in training mode."""
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = AutoConfig.for_model("llama", **(config | changes))
+    return AutoModelForCausalLM.from_config(settings).to(dtype).train()
+
+
+def batch_of(rows: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """Return random tokens for `llama`, which are their own labels."""
+    ids = torch.randint(64, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from foundation.errors import InputError
 from packing import arrow
@@ -25,23 +25,11 @@ from packing.batch import BatchStream
 from packing.order import Mixture, Order
 from pretrain import api
 from pretrain.precision.product import LowPrecisionLinear
+from tests.pretrain.conftest import batch_of, llama
 
 LENGTH = 32
 EMULATED = "ignore:.*so the precision is emulated"
 pytestmark = pytest.mark.filterwarnings(EMULATED)
-
-
-def llama(dtype: torch.dtype = torch.bfloat16, **config: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    settings = LlamaConfig(vocab_size=64, **sizes, **heads, **config)
-    return AutoModelForCausalLM.from_config(settings).to(dtype).train()
-
-
-def batch_of(seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
 
 
 def gradients_of(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -107,10 +95,10 @@ def test_quantized_weights_are_never_stale(update: Callable[[PreTrainedModel], N
 def test_accumulated_gradients_are_the_sum_of_microbatches():
     model = llama(torch.float32)
     api.convert(model, "current")
-    separate = [gradients_of(model, batch_of(seed)) for seed in (1, 2)]
+    separate = [gradients_of(model, batch_of(seed=seed)) for seed in (1, 2)]
     model.zero_grad()
     for seed in (1, 2):
-        model(**batch_of(seed)).loss.backward()
+        model(**batch_of(seed=seed)).loss.backward()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, separate[0][name] + separate[1][name])
 
@@ -156,7 +144,7 @@ def test_recomputed_and_compiled_models_have_the_same_gradients(
     precision: str, wrap: Callable[[Any], Any], dtype: torch.dtype
 ):
     model = llama(dtype)
-    conversion = api.convert(model, precision, calibrate_on=batch_of(1))
+    conversion = api.convert(model, precision, calibrate_on=batch_of(seed=1))
     state = conversion.state_dict()
     expected = gradients_of(model, batch_of())
     histories = conversion.state_dict()
@@ -183,22 +171,22 @@ def test_autocast_computes_the_same_products():
 
 def test_a_saved_state_continues_bit_for_bit(tmp_path: Path):
     model = llama()
-    conversion = api.convert(model, "delayed", calibrate_on=batch_of(1))
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(seed=1))
     torch.save([model.state_dict(), conversion.state_dict()], tmp_path / "saved")
-    expected = gradients_of(model, batch_of(2))
+    expected = gradients_of(model, batch_of(seed=2))
     weights, histories = torch.load(tmp_path / "saved")
     model = llama()
-    conversion = api.convert(model, "delayed", calibrate_on=batch_of(3))
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(seed=3))
     model.load_state_dict(weights)
     conversion.load_state_dict(histories)
-    assert equal(gradients_of(model, batch_of(2)), expected)
+    assert equal(gradients_of(model, batch_of(seed=2)), expected)
     with pytest.raises(KeyError):
         conversion.load_state_dict({})
 
 
 def test_a_copy_of_a_converted_model_trains_alone():
     model = llama()
-    conversion = api.convert(model, "delayed", calibrate_on=batch_of(1))
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(seed=1))
     twin = copy.deepcopy(model)
     before = conversion.state_dict()
     gradients = gradients_of(twin, batch_of())
@@ -449,10 +437,9 @@ def test_parity_needs_labels_and_a_reference_for_a_changed_model():
 
 @pytest.mark.parametrize(("tokens", "frozen"), [(600, False), (16, True)])
 def test_parity_compares_long_documents_and_frozen_embeddings(tokens: int, frozen: bool):
-    ids = torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0))
     model = llama()
     model.get_input_embeddings().weight.requires_grad_(not frozen)
-    result = api.parity(model, {"input_ids": ids, "labels": ids})
+    result = api.parity(model, batch_of(1, tokens))
     assert not result.failures, result.summary()
     names = {name for name, _ in model.named_parameters()}
     assert {compared.name for compared in result.tensors} >= names

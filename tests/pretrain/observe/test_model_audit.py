@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,25 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundation.errors import InputError
 from pretrain.observe import product_observer
 from pretrain.observe.model_audit import Audit, audit
+from tests.pretrain.conftest import batch_of, llama
 
 LAYERS = 2
-
-
-def llama(**config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads, **config)).train()
-
-
-def batch_of(*shape: int) -> dict[str, Tensor]:
-    ids = torch.randint(64, shape)
-    return {"input_ids": ids, "labels": ids}
 
 
 def gemms(products: Audit) -> dict[str, list[str]]:
@@ -49,13 +38,13 @@ LINEARS = {"lm_head", *(f"model.layers.{i}.{name}" for i in range(LAYERS) for na
 @pytest.mark.parametrize("shape", [(2, 16), (3, 16), (1, 16)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_linear_of_a_model_has_its_three_products(shape: tuple[int, int], tied: bool):
-    products = audit(llama(tie_word_embeddings=tied).bfloat16(), batch_of(*shape))
+    products = audit(llama(tie_word_embeddings=tied), batch_of(*shape))
     assert gemms(products) == dict.fromkeys(LINEARS, ALL)
     assert {(p.left, p.right, p.engine) for p in products} == {("bfloat16", "bfloat16", "aten.mm")}
 
 
 def test_recomputed_and_compiled_layers_have_the_same_products():
-    model = llama()
+    model = llama(torch.float32)
     model.gradient_checkpointing_enable()
     expected = dict.fromkeys(LINEARS, ALL)
     assert gemms(audit(model, batch_of(2, 16))) == expected
@@ -64,7 +53,7 @@ def test_recomputed_and_compiled_layers_have_the_same_products():
 
 
 def test_autocast_and_frozen_weights_are_visible():
-    model = llama()
+    model = llama(torch.float32)
     model.model.layers[0].requires_grad_(False)
     batch = batch_of(2, 16)
 
@@ -80,20 +69,21 @@ def test_autocast_and_frozen_weights_are_visible():
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "words"),
+    ("build", "batch", "words"),
     [
-        (nn.Linear(2, 2), {"input": torch.ones(1, 2)}, "a function that computes the loss"),
-        (llama(), {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, "labels"),
+        (lambda: nn.Linear(2, 2), {"input": torch.ones(1, 2)}, "a function that computes the loss"),
+        (llama, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, "labels"),
     ],
-    ids=["no loss", "no labels"],
 )
-def test_a_batch_without_a_loss_is_refused(model: nn.Module, batch: dict, words: str):
+def test_a_batch_without_a_loss_is_refused(
+    build: Callable[[], nn.Module], batch: dict[str, Tensor], words: str
+):
     with pytest.raises(InputError, match=words):
-        audit(model, batch)
+        audit(build(), batch)
 
 
 def test_gradients_are_restored():
-    model = llama()
+    model = llama(torch.float32)
     batch = batch_of(2, 16)
     model(**batch).loss.backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -236,7 +226,7 @@ def test_weights_of_a_subclass_are_observed_below_it():
 
 
 def test_the_table_joins_equal_layers():
-    table = str(audit(llama(), batch_of(2, 16))).splitlines()
+    table = str(audit(llama(torch.float32), batch_of(2, 16))).splitlines()
     assert len(table) == 1 + 3 * 7 + 3
     assert table[1].split() == [
         *("model.layers.*.self_attn.q_proj", "Linear", "forward"),

@@ -8,10 +8,8 @@ run first, then two training steps with the check of the update. Correct models 
 layers and of four architectures must pass. This takes an hour on two idle cores. The exit status is
 1 if a fault is not caught or a correct model is rejected.
 
-`--results FILE` keeps each result, so that an interrupted command continues. `--part 1/2` and
-`--part 2/2` divide the work. The command prints the lists if FILE has all results. `--write` also
-writes them to docs/developers/faults.md. Files of several parts may be joined with `cat` if they
-have the same commit and the same torch, which their first line names.
+`--results FILE` keeps each result, so that an interrupted command continues. `--write` also writes
+the lists to docs/developers/faults.md.
 
 With `--device cuda` the products are computed by Transformer Engine, and the faults of
 `te_faults.py` are made too.
@@ -234,11 +232,11 @@ def found_in_shards(precision: str) -> dict[str, str]:
 Call = tuple[Any, ...]
 
 
-def calls(device: str, precisions: Sequence[str], depths: Sequence[int]) -> list[Call]:
+def calls(device: str, precisions: Sequence[str]) -> list[Call]:
     """Return the calls whose results make up the page. The longest calls come first."""
     correct = [
         ("objections_to", layers, kind, precision, fused, device)
-        for layers in sorted(depths, reverse=True)
+        for layers in reversed(DEPTHS)
         for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
         if precision in precisions
     ]
@@ -285,7 +283,7 @@ def page(results: Mapping[Call, Any], device: str, precisions: Sequence[str]) ->
         if any(row.values())
     ]
     correct = {call: found for call, found in results.items() if call[0] == "objections_to"}
-    depths = ", ".join(map(str, sorted({call[1] for call in correct})))
+    depths = ", ".join(map(str, DEPTHS))
     passed = f"{sum(not found for found in correct.values())} of {len(correct)} pass"
     models = ", ".join(ARCHITECTURES)
     return f"{lists(rows)}\n\nWithout a fault, {depths} layers of {models}: {passed}"
@@ -336,27 +334,17 @@ def main() -> int:
     parser.add_argument(
         "--precisions", nargs="+", choices=PRECISIONS, help="default: all that the device has"
     )
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        type=int,
-        choices=DEPTHS,
-        default=DEPTHS,
-        help="layers of the correct models",
-    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument(
         "--results", type=Path, help="file of results, one a line; calls in it are not repeated"
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
     arguments = parser.parse_args()
     device = arguments.device
     precisions = arguments.precisions or precisions_on(device)
-    needed = calls(device, precisions, arguments.depths)
+    needed = calls(device, precisions)
     results = read_results(arguments.results)
-    part, parts = map(int, arguments.part.split("/"))
-    missing = [call for call in needed[part - 1 :: parts] if call not in results]
+    missing = [call for call in needed if call not in results]
     with ProcessPoolExecutor(
         arguments.jobs,
         mp_context=get_context("spawn"),
@@ -370,9 +358,6 @@ def main() -> int:
             if arguments.results:
                 with arguments.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([call, results[call]]) + "\n")
-    if not results.keys() >= {*needed}:
-        print(f"{len(needed) - len(results)} results are missing", file=sys.stderr)
-        return 0
     text = page({call: results[call] for call in needed}, device, precisions)
     print(text)
     if arguments.write:

@@ -45,34 +45,22 @@ CPU = torch.device("cpu")
 RATE = 1e-3
 CLIP = 1e-3  # low enough to clip the gradients
 VOCABULARY, LENGTH, HIDDEN = 128, 128, 128
-LLAMA = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
 # An initializer range of 0.02 for 2,048 features, scaled to 128 features, so that attention is far
 # from uniform.
-LLAMA |= {"initializer_range": 0.08, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+LLAMA = {
+    **{"hidden_size": HIDDEN, "intermediate_size": 256, "initializer_range": 0.08},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH},
+}
+TIED = {"tie_word_embeddings": True}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen3": {**LLAMA, "tie_word_embeddings": True},
-    "llama": {**LLAMA, "tie_word_embeddings": False},
+    "qwen3": LLAMA | TIED,
+    "llama": LLAMA | {"tie_word_embeddings": False},
     "gpt2": {
-        "n_embd": HIDDEN,
-        "n_head": 4,
-        "n_positions": LENGTH,
-        "vocab_size": VOCABULARY,
-        "initializer_range": 0.08,
-    }
-    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
-    "gemma": {
-        **LLAMA,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **{"n_embd": HIDDEN, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY},
+        **{"initializer_range": 0.08, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
     },
+    "gemma": LLAMA | TIED | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 WITHOUT_HEAD_DIM = {key: value for key, value in LLAMA.items() if key != "head_dim"}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -216,18 +204,16 @@ def build_run(
     histories have recorded the step twice. `histories` is the `copied_state` of an equal run, whose
     step need not be recorded again.
     """
+    config = {"model_type": kind, LAYERS.get(kind, "num_hidden_layers"): layers}
     settings = ModelSettings(
-        config={
-            "model_type": kind,
-            **(ARCHITECTURES | MIXTURES | UNUSUAL)[kind],
-            LAYERS.get(kind, "num_hidden_layers"): layers,
-        },
+        config=(ARCHITECTURES | MIXTURES | UNUSUAL)[kind] | config,
         gradient_checkpointing="full" if recompute else "none",
     )
     active = active_on(accelerator.device, precision, fp8_config)
     packed, decisions = low_precision_model(
         settings, active, accelerator.device, weights=weights, fused=fused, seed=seed, loss=loss
     )
+    updates = {"name": optimizer, "clip": clip, "learning_rate": RATE, "gradients": "fp32"}
     recipe = Recipe(
         name="small",
         model={"source": "any"},
@@ -235,12 +221,7 @@ def build_run(
         train={"steps": 9},
         loss=loss or LossSettings(),
         weights=weights,
-        optimizer={
-            "name": optimizer,
-            "clip": clip,
-            "learning_rate": RATE,
-            "gradients": "fp32",
-        },
+        optimizer=updates,
         log={"fp8_statistics": 1},
     )
     prepared = prepare(packed, accelerator)
@@ -279,14 +260,8 @@ def low_precision_model(
 ) -> tuple[PackedLanguageModel, dict[str, Decision]]:
     """Return a model with its linears in `active`, and the decision about each linear."""
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
-    hf = model.build(
-        settings,
-        load_config(settings),
-        weights=stored_in,
-        seed=seed,
-        device=device,
-        backend="packed_sdpa",
-    )
+    options = {"seed": seed, "device": device, "backend": "packed_sdpa"}
+    hf = model.build(settings, load_config(settings), weights=stored_in, **options)
     compute = getattr(torch, active.precision.compute_dtype)
     context = PrecisionContext(compute, make_engines([active], device), active)
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
@@ -348,9 +323,5 @@ def step_of(
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
     squares = sum(sum_of_squares(pack.lengths) for pack in packs)
     valid_tokens = sum(batch.valid_tokens for batch in microbatches)
-    return StepBatches(
-        microbatches[rank::ranks],
-        sum(len(pack.input_ids) for pack in packs),
-        valid_tokens,
-        squares,
-    )
+    tokens = sum(len(pack.input_ids) for pack in packs)
+    return StepBatches(microbatches[rank::ranks], tokens, valid_tokens, squares)
