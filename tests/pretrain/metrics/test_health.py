@@ -106,6 +106,12 @@ def test_a_resumed_run_decides_like_an_uninterrupted_one(losses, cut):
     assert resumed.state == uninterrupted.state
 
 
+def test_every_spike_is_warned_of_once():
+    checked = health_after(noisy(2, 40, 0.01), on_spike="warn")
+    reasons = [checked.check(41 + i, loss, 1.0).reason for i, loss in enumerate((9, 9, 2, 9))]
+    assert ["jumped to 9" in (reason or "") for reason in reasons] == [True, False, False, True]
+
+
 def test_lost_updates_and_a_step_without_labels_are_warned_of_once():
     checked = health()
     (lost,) = checked.warnings_of(1, 0.2, 5, {})
