@@ -173,6 +173,15 @@ def test_bytes_that_are_sent_in_three_microbatches(
     assert step_seconds(card_of("H100"), work)["communication"] == pytest.approx(seconds)
 
 
+def test_offloaded_moments_are_not_moved_in_the_memory_of_the_device() -> None:
+    work = read_rows("fit")[0].work
+    kept, offloaded = (
+        step_seconds(card_of("H200"), replace(work, offloaded=copied))["optimizer"]
+        for copied in (0, 1e-3)
+    )
+    assert offloaded < kept
+
+
 # Plans
 
 EAGER = {"source": "some/model", "compile": "none", "fused": "off"}
