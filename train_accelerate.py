@@ -181,7 +181,7 @@ def carry_out(
             run.best = None
         with StopRequest(announced=accelerator.is_local_main_process) as stop:
             while isinstance(outcome := train(run, stop), RollbackPoint):
-                job = run.job
+                job = run.job  # `build` may have chosen the microbatch
                 run.close()
                 # Free the model before it is built again. Under FSDP2, Accelerate refers to it, and
                 # collects garbage before it drops its reference.
@@ -190,10 +190,11 @@ def carry_out(
                 gc.collect()
                 run = build_from(job, outcome)
                 run.trackers.log(outcome.event)
-        if not outcome:
+        stopped_by = outcome
+        if not stopped_by:
             finish(run)
         run.close()
-        return outcome
+        return stopped_by
 
 
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────

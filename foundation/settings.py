@@ -337,12 +337,14 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """Return the value of the argument `key=text` of a command line.
 
-    `text` is parsed as YAML, unless the key may hold a text or a path. YAML would read the template
-    `{title}: {text}` as a mapping. For a key that may hold a text or a path:
+    The first rule that applies decides:
 
-    * `null` means None. `parse` refuses None for a key that needs a value.
-    * If the key may also hold a list, a text that begins with `[` is parsed as a list.
-    * If the key holds only lists, any other text becomes a list with one element.
+    1. `null` means None. `parse` refuses None for a key that needs a value.
+    2. If the key may hold a list, a text that begins with `[` is parsed as YAML.
+    3. If the key holds only lists, the text becomes the only element of a list.
+    4. If the key may hold a text or a path, the value is the text. YAML would read the template
+       `{title}: {text}` as a mapping.
+    5. Any other text is parsed as YAML.
 
     Raises InputError if `text` is not YAML or is empty. A text from an unset shell variable is
     empty, and YAML would read the empty text as null.

@@ -55,6 +55,7 @@ def main(options: argparse.Namespace) -> int:
                 batch += microbatches
         with overridden(assembly.context, quantizing=False):
             in_bf16 = compute(batch, job, assembly, accelerator)
+        # The iterator switches the model to each precision.
         for name in in_low_precisions(job, accelerator, assembly, source):
             low = compute(batch, job, assembly, accelerator)
             console.notice(f"\n{name}: {describe(low, in_bf16, assembly, accelerator)}")

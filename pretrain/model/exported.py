@@ -75,8 +75,8 @@ def write_model(
 def keys_of_other_programs(config: PretrainedConfig) -> dict[str, Any]:
     """Return additional keys for config.json, which mlx-lm and the converter of llama.cpp read.
 
-    transformers 5 renamed these keys, but still reads them. Return {} if it would read another
-    configuration with the keys.
+    transformers 5 renamed these keys, but still reads them. Return {} if transformers 5 would read
+    another configuration with these keys than without them.
     """
     # Content of config.json, as transformers 5 writes it.
     values = config.to_diff_dict()

@@ -196,8 +196,12 @@ def was_reached(parameter: nn.Parameter) -> bool:
     if gradient is None:
         return False
     local = local_part(gradient)
-    reached = ((local != 0).any() | ~local.signbit().all()).int()
+    # A cleared gradient contains only -0.0 (`empty_sums`).
+    is_nonzero = (local != 0).any()
+    has_other_zero = ~local.signbit().all()
+    reached = (is_nonzero | has_other_zero).int()
     if isinstance(gradient, DTensor):
+        # The last dimension of the mesh has the shards of one replica.
         mesh = gradient.device_mesh
         dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
     return bool(reached)

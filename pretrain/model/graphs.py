@@ -137,7 +137,9 @@ class MicrobatchGraphs:
         return compute_microbatch(model, accelerator, batch, scale, rank_sums)
 
     def drop(self) -> None:
-        """Drop all graphs, and free their memory and the weights that they read.
+        """Drop all graphs, and free their memory.
+
+        The next `Gemm.forget` frees the weights that the graphs have read.
 
         Call this before the precision changes. Otherwise the graphs and the quantized weights of
         the previous precision would stay in memory. If graphs are on, `compute` measures the memory

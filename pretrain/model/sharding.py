@@ -111,7 +111,7 @@ class _Group:
     # FSDPParams of the weights that all engines of the run quantize, if there are enough of them
     # (QUANTIZED_SHARE).
     quantized: list[Any] = field(default_factory=list)
-    is_freed: bool = False  # True if FSDP2 treats freed weights as gathered
+    quantized_are_freed: bool = False  # True if FSDP2 treats freed weights as gathered
 
     @property
     def module(self) -> Any:
@@ -124,20 +124,20 @@ class _Group:
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
     def reshard(self) -> None:
-        """Free all gathered parameters."""
+        """Free all gathered parameters through FSDP2, which then gathers them before their use."""
         self.module.reshard()
-        self.is_freed = False
+        self.quantized_are_freed = False
 
-    def free(self) -> None:
+    def free_quantized(self) -> None:
         """Free the gathered weights that have been quantized, unless they have been freed.
 
         Their memory was allocated, written and read in the current stream, so the allocator may
         reuse it at once. FSDP2 frees gathered parameters in the same way.
         """
-        if not self.is_freed:
+        if not self.quantized_are_freed:
             for param in self.quantized:
                 param.all_gather_outputs[0].untyped_storage().resize_(0)
-        self.is_freed = True
+        self.quantized_are_freed = True
 
 
 class Sharding:
@@ -370,7 +370,7 @@ class Sharding:
         The forwards after the first microbatch of a step read only codes.
         """
         reads_codes = self._keeps_codes(group) and not self._context.first_microbatch
-        if group.is_freed and not reads_codes:
+        if group.quantized_are_freed and not reads_codes:
             group.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -380,7 +380,7 @@ class Sharding:
         backward by such hooks too.
         """
         if self._keeps_codes(group):
-            group.free()
+            group.free_quantized()
         elif self._has_codes(group) or (group.quantized and not self.once_a_step):
             # FSDP2 does not reshard groups that can keep codes. With `once_a_step`, weights that
             # the current engine does not quantize stay gathered.

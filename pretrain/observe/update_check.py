@@ -113,8 +113,10 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
     The rule is derived from the name, because this check covers the optimizer's own rule.
     """
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    return parameter.dim() >= 2 and "norm" not in module and not name.endswith("bias")
+    # Some models have norms and biases that are matrices, such as the norms of each head.
+    path, _, kind = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    return parameter.dim() >= 2 and "norm" not in module and not kind.endswith("bias")
 
 
 def adamw_options(update: Update) -> dict[str, Any]:

@@ -184,7 +184,8 @@ class Gemm(ABC):
     def save(*operands: Operand) -> Saved:
         """Split operands into the tensors that autograd saves and the rest that `restore` needs.
 
-        After `restore`, an input can be used only in the product of the weight's gradient.
+        An engine may drop what only the forward product reads. So after `restore`, an input can be
+        used only in the product of the weight's gradient.
         """
         return operands, None
 

@@ -264,10 +264,7 @@ def _fuse(
 
 
 def place_model(job: Job, built: Built, converted: Converted, accelerator: Accelerator) -> Assembly:
-    """Shard the model under FSDP2, build its optimizer, and allocate memory for gradients.
-
-    The values of `built` are removed from their dict when the parameters have them.
-    """
+    """Shard the model under FSDP2, build its optimizer, set weights, and allocate gradients."""
     recipe = job.recipe
     model = converted.model
     # Without FSDP2 the model is already on its device.
@@ -277,7 +274,12 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
         )
     build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
     optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
-    set_weights(built.hf, lambda name: built.values.pop(name, None), optimizer)
+
+    def take_value(name: str) -> Tensor | None:
+        # Remove the value, so that its memory is free when the parameter has it.
+        return built.values.pop(name, None)
+
+    set_weights(built.hf, take_value, optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
     return Assembly(

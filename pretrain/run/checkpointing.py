@@ -417,8 +417,8 @@ def _checkpoint_before(checkpoints: Checkpoints, state: TrainState) -> tuple[Pat
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
-    # Choose an older checkpoint if the run was already rolled back after this checkpoint was saved.
-    # In this case, the run has discarded more steps than the checkpoint has recorded.
+    # If the run has discarded more steps than this checkpoint has recorded, a training from it has
+    # failed once. Then choose an older checkpoint, or the same one if there is no older one.
     if record["progress"]["left_out"] != state.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)

@@ -364,15 +364,16 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel) -> str:
     """
     setting = plan.recipe.model.cuda_graphs
     obstacle = _obstacle_of_devices(plan) or _obstacle_of_model(plan, shapes)
-    is_on_several_machines = processes_on_host() < plan.devices.count
-    # The last reason, because it is no obstacle.
-    if obstacle is None and setting == "auto" and is_on_several_machines:
-        obstacle = (
-            "they are not tested on several machines, and LOCAL_WORLD_SIZE is below WORLD_SIZE"
-        )
     if obstacle and setting == "on":
         raise graphs.impossible(obstacle)
-    return f"off: {obstacle}" if obstacle else setting
+    if obstacle:
+        return f"off: {obstacle}"
+    # On several machines, graphs are possible, but `auto` does not use them.
+    if setting == "auto" and processes_on_host() < plan.devices.count:
+        return (
+            "off: they are not tested on several machines, and LOCAL_WORLD_SIZE is below WORLD_SIZE"
+        )
+    return setting
 
 
 def _obstacle_of_devices(plan: Plan) -> str | None:

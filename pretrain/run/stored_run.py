@@ -163,6 +163,7 @@ class StoredRun:
 
     def _store_folder(self, storage: Any, root: str, marker: str) -> None:
         """Store all files of the folder with the marker `marker`, and then the marker."""
+        # The marker of `final` is summary.json, which is beside this folder.
         folder = os.path.dirname(marker) or "final"
         links = self.folder / ".storing"
         shutil.rmtree(links, ignore_errors=True)
@@ -171,6 +172,7 @@ class StoredRun:
         for path in filter(Path.is_file, self.folder.glob(f"{folder}/*")):
             os.link(path, links / path.name)
         content = (self.folder / marker).read_bytes()
+        # The marker must be the last object, because a folder with a marker is complete.
         (links / MANIFEST).unlink(missing_ok=True)
         files = list(links.iterdir())
         storage.put(list(map(str, files)), [f"{root}/{folder}/{file.name}" for file in files])

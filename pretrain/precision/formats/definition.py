@@ -307,9 +307,9 @@ class QuantizedPrecision(Precision):
 
         See `Quantize` for the arguments of the quantizer. Its result is [rows, features] if `along`
         is "features", and [features, rows] if `along` is "rows". If `along` is "rows" and
-        `serves_both` is false, the quantizer ignores its argument `amax`, because the random
-        Hadamard transform may change the amax. The quantizer raises RuntimeError if the axis
-        `along` is not a multiple of the block size.
+        `serves_both` is false, the quantizer ignores its argument `amax`: the random Hadamard
+        transform may change the amax, and the formats without the transform compute it again. The
+        quantizer raises RuntimeError if the axis `along` is not a multiple of the block size.
         """
         quantize = self.along_features(role)
         if along == "features":

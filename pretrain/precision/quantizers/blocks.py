@@ -83,10 +83,12 @@ class Blocks:
     def join(self, split: Tensor) -> Tensor:
         """Return the tensor [..., m, n] for a tensor that `split` has split into blocks."""
         if self.two_dimensional:
-            split = split.flatten(-2).flatten(-3, -2)
+            rows = split.flatten(-2).flatten(-3, -2)  # [m / size, size, n / size, size] -> [m, n]
+        elif self.transposed:
+            rows = split.flatten(-3, -2)  # [n / size, size, m] -> [n, m]
         else:
-            split = split.flatten(-3, -2) if self.transposed else split.flatten(-2)
-        return split.mT if self.transposed else split
+            rows = split.flatten(-2)  # [m, n / size, size] -> [m, n]
+        return rows.mT if self.transposed else rows
 
     def quantized(
         self,
