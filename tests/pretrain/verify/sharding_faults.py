@@ -204,7 +204,7 @@ def rounded_before_reduction(arguments: list[Any]) -> None:
 @fault("gathered weights are freed too early", quantized)
 def freed_too_early(run: SmallRun, patch: Patch) -> None:
     group = layer_of(run)
-    run.layers[0].register_forward_pre_hook(lambda *_: group.free())
+    run.layers[0].register_forward_pre_hook(lambda *_: group.free_quantized())
 
 
 @fault("gathered weights are stale")
