@@ -145,6 +145,11 @@ def test_documents_are_divided_at_eos_in_each_form(tmp_path_factory, texts, form
     assert ("begins with EOS (id 0)" in packs.notes[0]) == ("E " in form)
 
 
+def test_the_first_of_two_eos_tokens_ends_a_document_that_eos_began(tmp_path):
+    path = write_npy(tmp_path / "train.npy", [0, 0, 0, 7, 0, 0])
+    assert lengths_of(TokenBin(path, 6, end_token=0)) == [[1, 1, 3, 1]]
+
+
 def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
     # The id of its EOS token is 0.
     save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")

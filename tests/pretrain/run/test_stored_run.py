@@ -131,12 +131,28 @@ def test_deleted_checkpoints_are_deleted_and_other_objects_stay(
     assert files.exists(f"{root}-2/a.txt")
 
 
+def test_a_deletion_that_ends_early_leaves_no_part_of_a_checkpoint(
+    address: str, run: Path, tmp_path: Path, s3_server: Server
+) -> None:
+    store(address, run)
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    stored = StoredRun(address, run)
+    s3_server.fault = refusing_after(1, "DELETE")
+    with pytest.raises(InputError, match="Forbidden"):
+        stored.claim()
+        stored.close(None, None, None)
+    s3_server.fault = is_well
+    assert restored(address, tmp_path / "other") == contents(run)
+
+
 def test_the_only_stored_checkpoint_is_not_deleted(
     address: str, run: Path, tmp_path: Path, s3_server: Server
 ) -> None:
     """With `checkpoint.keep: 1`, the next checkpoint is stored before the last one is deleted."""
     store(address, run)
     shutil.rmtree(run / "checkpoints")
+    store(address, run)
+    assert any("step-00000008" in name for name in restored(address, tmp_path / "without"))
     write_checkpoint(run, 12)
     stored = StoredRun(address, run)
     stored.claim()
