@@ -251,10 +251,11 @@ def build(
         console=console,
     )
     if source:
-        is_back = checkpoints.abandon_newer(state.step)
-        if is_back and folder.stored:
-            # Wait, so that no later start restores an abandoned checkpoint.
-            folder.stored.store().result()
+        # Before checkpoints are renamed, so that no later start restores one of them.
+        distributed.refused_together(
+            lambda: folder.stored.go_back(state.step) if folder.stored else None
+        )
+        checkpoints.abandon_newer(state.step)
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if source:

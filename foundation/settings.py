@@ -38,10 +38,10 @@ _RECORD = "record"
 class Settings(BaseModel):
     """Base class of settings. Objects are immutable and reject unknown keys and non-finite numbers.
 
-    A subclass may define three class variables for messages. `OTHER_NAMES` maps names of settings
+    A subclass may define two class variables for messages. `OTHER_NAMES` maps names of settings
     in other programs, in lower case, to keys of the subclass. A name without such a key is mapped
-    to a sentence instead. `UNKNOWN_KEY_HELP` is appended if no key has a similar name, and
-    `LIST_HELP` if a key has a list of values but needs a single value. Both begin with "; ".
+    to a sentence instead. `UNKNOWN_KEY_HELP`, which begins with "; ", is appended if no key has a
+    similar name.
     """
 
     # Map removed keys to their former defaults. The config.yaml of an earlier run may have them.
@@ -253,8 +253,6 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         message = f"must be a section (its keys: {_keys_in(cls, location)}){given}"
         meant = closest_key(cls, location[-1], location[:-1])
         return key, message if meant in (None, key) else f"{message}; {advice(meant)}"
-    if isinstance(item["input"], list) and not item["type"].startswith("too_"):
-        given += getattr(cls, "LIST_HELP", "")
     return key, message + given
 
 

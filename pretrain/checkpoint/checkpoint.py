@@ -318,26 +318,22 @@ class Checkpoints:
             ],
         )
 
-    def abandon_newer(self, step: int) -> bool:
+    def abandon_newer(self, step: int) -> None:
         """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
 
         Without the renaming, the next automatic resume would continue from a later checkpoint of
-        the abandoned training. The next save deletes the renamed checkpoints. Return True on the
-        first rank if a checkpoint was renamed.
+        the abandoned training. The next save deletes the renamed checkpoints.
         """
         self.wait()
-        newer = []
-        if self.rank == 0:
-            newer = [path for path in step_folders(self.folder) if step_of(path) > step]
-        for path in newer:
-            _log.warning(
-                "%s was renamed to %s, because the run continues from step %d",
-                path,
-                on_disk.set_aside(path).name,
-                step,
-            )
+        for path in step_folders(self.folder) if self.rank == 0 else ():
+            if step_of(path) > step:
+                _log.warning(
+                    "%s was renamed to %s, because the run continues from step %d",
+                    path,
+                    on_disk.set_aside(path).name,
+                    step,
+                )
         from_all_ranks(None)  # the other ranks wait until all checkpoints are renamed
-        return bool(newer)
 
     def newest(self, *, before: int | None = None) -> Path | None:
         """Return the newest intact checkpoint, or None if there is none.

@@ -309,8 +309,6 @@ _IGNORED = {
     "FSDP_STATE_DICT_TYPE": "`fsdp_state_dict_type` (each process always saves its shards)",
     "FSDP_SHARDING_STRATEGY": "`fsdp_sharding_strategy` (use `fsdp_reshard_after_forward` and "
     "`parallelism_config`)",
-    "FSDP_BACKWARD_PREFETCH": "`fsdp_backward_prefetch` (FSDP2 always chooses the prefetching)",
-    "FSDP_FORWARD_PREFETCH": "`fsdp_forward_prefetch` (FSDP2 always chooses the prefetching)",
 }
 # Values to which these variables are reset. The others are reset to "false".
 _NEUTRAL = {
@@ -319,7 +317,6 @@ _NEUTRAL = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_BACKWARD_PREFETCH": "NO_PREFETCH",
 }
 
 

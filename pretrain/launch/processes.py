@@ -98,27 +98,28 @@ def start_training(launch: Launch, environment: Mapping[str, str], log: Path) ->
     _FORKS.set_forkserver_preload(PRELOADED)
     # Create the log, because the training may be killed before it opens the log.
     log.touch()
-    receiver, in_training = _FORKS.Pipe(duplex=False)
+    connection, in_training = _FORKS.Pipe()
     process = _FORKS.Process(target=_train, args=(launch, dict(environment), log, in_training))
     folder = tempfile.gettempdir()
     if len(folder) > LONGEST_SOCKET_FOLDER:
         folder = "/tmp"
     try:
-        with receiver, overridden(tempfile, tempdir=folder):
+        with connection, overridden(tempfile, tempdir=folder):
             with in_training:
                 process.start()
             # Wait until the training has its process group and has locked its log.
-            receiver.recv()
+            connection.recv()
+            connection.send(None)
     except (EOFError, OSError) as error:
         with log.open("a") as file:
             file.write(f"error: the training was not started: {one_line(error, named=True)}\n")
     return Training(process, log)
 
 
-def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connection) -> None:
+def _train(launch: Launch, environment: dict[str, str], log: Path, command: Connection) -> None:
     """Train in this forked process, and end this process with the exit status of the training.
 
-    `ready` tells the process that starts the training that signals reach this process.
+    The training begins when `command`, the process that starts it, answers.
     """
     os.setpgid(0, 0)
     with open_log(log) as output, open(os.devnull, "rb") as nothing:
@@ -126,10 +127,12 @@ def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connec
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    # The training continues if the process that starts it has been killed.
-    with suppress(OSError):
-        ready.send(None)
-    ready.close()
+    try:
+        command.send(None)
+        command.recv()
+    except (EOFError, OSError):
+        sys.exit("error: the training was not started, because its command was stopped")
+    command.close()
     import torch
 
     if torch.cuda._is_in_bad_fork():

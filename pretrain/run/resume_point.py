@@ -71,6 +71,7 @@ class ResumePoint:
         saved = self.record["health"]
         if self.is_branch:
             return HealthState(losses=saved["losses"])
+        saved.pop("usual_gap", None)  # in checkpoints of runs with the former key `log.gap`
         return HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
@@ -189,6 +190,9 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     # The identity of a training with AdamW lacks the name of the optimizer.
     saved = {"optimizer.name": "adamw"} | record["identity"]
     present = {"optimizer.name": "adamw"} | job.identity
+    # This former key had no effect unless it was true.
+    if not saved.get("fp8_config.use_f32_scales"):
+        saved.pop("fp8_config.use_f32_scales", None)
     ignored = _SCHEDULE if repeats_past(record, job) else ()
     return {
         key: (saved.get(key), present.get(key))

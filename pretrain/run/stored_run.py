@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from foundation.errors import InputError
 from foundation.files import new_folder, process_name, without_links
 from foundation.progress import say
 from foundation.storage import download, is_address, list_objects, open_storage
-from pretrain.checkpoint.folders import MANIFEST, step_folders
+from pretrain.checkpoint.folders import MANIFEST, step_folder, step_folders
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder, check_ours
 
 # Object with the name of the process that stores a run, and its copy in the run folder.
@@ -95,12 +95,25 @@ class StoredRun:
             with open(path, "w", encoding="utf-8", opener=without_links) as file:
                 file.write(self._name)
 
-    def store(self) -> Future[str]:
-        """Store new and changed files in the background. Delete checkpoints that the run deleted.
+    def go_back(self, step: int) -> None:
+        """Delete the markers of stored checkpoints after `step`, so that they are not restored.
 
-        Return a future that is done when this has ended. A failure is printed.
+        Raises InputError if a marker cannot be deleted.
         """
-        return self._thread.submit(self._store)
+        # The thread may be storing a checkpoint.
+        self._thread.submit(self._delete_after, step).result()
+
+    def _delete_after(self, step: int) -> None:
+        """Delete the stored manifests of all checkpoints after `step`."""
+        manifest = str(step_folder(Path("checkpoints"), step) / MANIFEST)
+        with open_storage(self.address) as (storage, root):
+            for name in self._objects_to_change(storage, root):
+                if name.endswith(f"/{MANIFEST}") and name > manifest:
+                    storage.rm_file(f"{root}/{name}")
+
+    def store(self) -> None:
+        """Store changed files in the background, and delete checkpoints that the run deleted."""
+        self._thread.submit(self._store)
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait until all files are stored. The arguments describe the exception that ends a run.
@@ -134,14 +147,7 @@ class StoredRun:
         Return True if a folder was stored. If all folders were stored before, delete the objects of
         checkpoints that the run has deleted. Raises InputError if another process stores the run.
         """
-        objects = self._objects(storage, root)
-        # A later call of `claim` makes another process the writer.
-        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
-        if writer != self._name:
-            raise InputError(
-                f"{self.address}: another run stores its files there now ({writer}); stop one of "
-                "the runs, or set another `run_dir`"
-            )
+        objects = self._objects_to_change(storage, root)
         # metrics.jsonl has the steps before the checkpoint, so it is stored first.
         for path in self.folder.glob("[!.]*"):
             if path.is_file() and path.name != SUMMARY_FILE:
@@ -178,6 +184,17 @@ class StoredRun:
         storage.put(list(map(str, files)), [f"{root}/{folder}/{file.name}" for file in files])
         storage.pipe_file(f"{root}/{marker}", content)
         shutil.rmtree(links)
+
+    def _objects_to_change(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
+        """Return the result of `_objects`. Raise InputError if another process stores the run."""
+        # A later call of `claim` makes another process the writer.
+        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+        if writer != self._name:
+            raise InputError(
+                f"{self.address}: another run stores its files there now ({writer}); stop one of "
+                "the runs, or set another `run_dir`"
+            )
+        return self._objects(storage, root)
 
     def _objects(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
         """Return the descriptions of the run's objects by name.

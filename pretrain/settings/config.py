@@ -26,7 +26,7 @@ from pydantic import ConfigDict
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.reading import load_with_bases, load_yaml
+from foundation.reading import load_with_bases, load_yaml, parse_yaml
 from foundation.settings import (
     S,
     Settings,
@@ -36,7 +36,7 @@ from foundation.settings import (
     set_value,
     value_from_text,
 )
-from foundation.storage import is_address, path_for
+from foundation.storage import is_address, open_storage, path_for
 from packing.settings import DataSettings
 from pretrain.precision.settings import (
     PRECISIONS,
@@ -54,6 +54,8 @@ HORIZON = ("train.steps", "train.tokens", "train.epochs")
 # Keys, and prefixes of keys, of a run's name, folders, records and checks. They affect neither the
 # training nor its speed.
 RECORDS = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity")
+# File in a run folder.
+_CONFIG = "config.yaml"
 # Keys, and prefixes of keys, that are not part of the identity of a training. Two runs that differ
 # only in these keys are trained on the same data with the same hyperparameters.
 _NOT_IDENTITY = (
@@ -224,19 +226,29 @@ def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recip
     usual = usual_weights(recipe, on_gpu=on_gpu)
     # The name of the default folder contains the weights. FP32 weights are the default of earlier
     # versions on a GPU.
-    choices = [
-        recipe.model_copy(update={"weights": weights}) for weights in dict.fromkeys([usual, "fp32"])
+    folders = [
+        run_dir_of(recipe.model_copy(update={"weights": weights})) for weights in (usual, "fp32")
     ]
-    folders = [run_dir_of(choice) for choice in choices]
     if resume != "auto":
         # A run folder, or one of its checkpoints.
         folders = [Path(resume), Path(resume).absolute().parent.parent]
-    for folder in folders:
-        config = folder / "config.yaml"
-        recorded = load_yaml(config).get("weights") if config.is_file() else None
-        if recorded in WEIGHT_DTYPES:
-            return recipe.model_copy(update={"weights": recorded})
-    return choices[0]
+    recorded = [
+        load_yaml(file).get("weights") for folder in folders for file in folder.glob(_CONFIG)
+    ]
+    # Another machine has stored the run, which will be copied to this one.
+    if not recorded and is_address(run_address_of(recipe)):
+        recorded = _stored_weights(run_address_of(recipe))
+    known = [weights for weights in recorded if weights in WEIGHT_DTYPES]
+    return recipe.model_copy(update={"weights": next(iter(known), usual)})
+
+
+def _stored_weights(address: str) -> list[Any]:
+    """Return a list with the setting `weights` of the run that is stored at `address`, or []."""
+    with open_storage(address) as (storage, root):
+        config = f"{root}/{_CONFIG}"
+        if not storage.exists(config):
+            return []
+        return [parse_yaml(storage.cat_file(config).decode()).get("weights")]
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:

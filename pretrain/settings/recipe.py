@@ -7,10 +7,12 @@ file does not import torch, so that a mistake in a recipe is reported at once.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from foundation.reading import load_yaml
 from foundation.settings import Count, LocalPath, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
 from pretrain.precision.settings import (
@@ -460,118 +462,15 @@ class HealthSettings(Settings):
     """
 
 
-# Map each key of a recipe to its names in transformers, nanoGPT and other trainers. If a recipe or
-# a command line has one of these names, the error message suggests the key. Names that have no key
-# here are mapped to a sentence, which the message contains instead.
-_OTHER_NAMES = {
-    "LoRA and other adapters are out of scope, because this launcher trains all weights": (
-        "lora lora_r lora_rank lora_alpha lora_dropout lora_target lora_target_modules use_lora "
-        "qlora dora peft peft_config use_peft adapter adapters finetuning_type load_in_4bit "
-        "load_in_8bit quantization_config quantization_bit"
-    ),
-    "DeepSpeed is not supported; to shard the model, use `--config zero` or `--config fsdp2`": (
-        "deepspeed deepspeed_config zero zero_stage zero_optimization"
-    ),
-    "the Accelerate configuration sets the devices: use `--config fsdp2` to shard the model": (
-        "fsdp fsdp_config"
-    ),
-    "`--processes N` of `train` sets the number of processes, one for each GPU": (
-        "num_processes nproc_per_node num_gpus n_gpu gpus devices world_size"
-    ),
-    "tensor, pipeline, context and expert parallelism are not supported; use `--config fsdp2`": (
-        "tp pp cp ep tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size "
-        "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size "
-        "context_parallel_degree context_parallel_size expert_parallel_degree"
-    ),
-    "preference optimization and reinforcement learning are out of scope": (
-        "dpo orpo kto ppo grpo rlhf reward_model ref_model"
-    ),
-    "to evaluate a checkpoint, use `python -m pretrain evaluate`": "eval_only",
-    "to score a trained model in tasks, use `lm_eval` (docs/serving.md)": (
-        "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
-    ),
-    "`python -m pretrain plan RECIPE --on H200` predicts speeds; docs/evidence.md has losses": "on",
-    "a chat is always trained on its answers alone": (
-        "train_on_inputs train_on_prompt mask_prompt assistant_only_loss completion_only_loss"
-    ),
-    "documents are always packed": (
-        "sample_packing neat_packing group_by_length pad_to_sequence_len"
-    ),
-    "there is no early stopping; `checkpoint.best: true` keeps the best checkpoint": (
-        "early_stopping early_stopping_patience patience"
-    ),
-    "to change the weights of sources late in a training, branch with `train.begin_with`": (
-        "weights_until"
-    ),
-    "remove it, also from the config.yaml of a run; `python -m pretrain gap` compares a checkpoint "
-    "with BF16": "gap gap_threshold on_gap",
-    "remove it, also from the config.yaml of a run": "gradient_statistics",
-    "remove it, and drop records that cannot be read from the source (docs/data.md)": "on_bad_line",
-    "batches are always prepared ahead of time": (
-        "num_workers dataloader_num_workers preprocessing_num_workers dataloader_pin_memory"
-    ),
-    "to resume, run the same command again, or add --resume CHECKPOINT": (
-        "resume resume_from_checkpoint auto_resume_from_checkpoints"
-    ),
-    "after the training, `hf upload OWNER/NAME RUN/final` uploads the model": (
-        "push_to_hub hub_model_id hub_strategy"
-    ),
-    "the section `model.config` has the settings of the architecture, as in transformers": (
-        "n_layer n_layers num_layers num_hidden_layers depth n_head n_heads num_heads "
-        "num_attention_heads n_embd d_model hidden_size intermediate_size vocab_size dropout"
-    ),
-    "optimizer.name": "optimizer optim optimizer_type optimizer_name",
-    "optimizer.muon.learning_rate": "muon matrix_lr muon_lr",
-    "model.source": (
-        "model model_name_or_path model_name base_model init_from pretrained_model_name_or_path"
-    ),
-    "model.compile": "torch_compile",
-    "model.attention": "attn_implementation flash_attention flash_attn attention_backend",
-    "data.source": "data dataset datasets dataset_name train_file data_path data_dir",
-    "data.length": (
-        "block_size max_seq_length max_length seq_length seq_len sequence_len context_length "
-        "cutoff_len"
-    ),
-    "data.messages": "conversations prompt response completion",
-    "data.chat_template": "template",
-    "data.validation.source": "validation validation_file val_file eval_dataset eval_file",
-    "data.held_out": "val_split val_size val_set_size validation_split eval_split "
-    "validation_split_percentage",
-    "batch.tokens": (
-        "batch gradient_accumulation_steps total_batch_size global_batch_size train_batch_size"
-    ),
-    "batch.microbatch": (
-        "per_device_train_batch_size micro_batch_size batch_size per_device_batch_size"
-    ),
-    "optimizer.learning_rate": "lr max_lr peak_lr",
-    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
-    "optimizer.eps": "adam_epsilon epsilon",
-    "optimizer.clip": "max_grad_norm grad_clip gradient_clipping clip_grad_norm",
-    "schedule.kind": "schedule lr_scheduler_type lr_scheduler scheduler",
-    "schedule.warmup": "warmup_steps warmup_iters warmup_ratio num_warmup_steps",
-    "schedule.min_lr_ratio": "min_lr",
-    "train.steps": "train max_steps max_iters num_steps total_steps num_train_steps",
-    "train.epochs": "num_train_epochs num_epochs",
-    "loss.penalty_weight": "lambda",
-    "evaluate.every": "evaluate eval do_eval eval_steps eval_interval",
-    "checkpoint.every": "save_steps save_interval",
-    "checkpoint.keep": "save_total_limit",
-    "log.every": "logging_steps log_interval",
-    "log.trackers": "log report_to wandb tensorboard",
-    "log.project": "wandb_project",
-    "precision": "bf16 fp16 fp8 mixed_precision dtype torch_dtype",
-    "run_dir": "output_dir out_dir",
-}
-
-
 class Recipe(Settings):
     """A training recipe: all settings of a training."""
 
     OTHER_NAMES: ClassVar = {
-        name: key for key, names in _OTHER_NAMES.items() for name in names.split()
+        name: key
+        for key, names in load_yaml(Path(__file__).with_name("other_names.yaml")).items()
+        for name in names.split()
     }
     UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md lists the names in other trainers"
-    LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/comparing.md)"
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. It is also part of the name of the run folder."""

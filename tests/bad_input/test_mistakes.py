@@ -63,7 +63,7 @@ SETTINGS = {
     "optimizer.name=sgd": "Input should be 'adamw' or 'muon'",
     "optimizer.muon.learning_rate=0.02": "set `name: muon`",
     "optimizer.name=muon optimizer.offload=state": "`offload: state` needs AdamW",
-    "optimizer.learning_rate=[1e-3,3e-3]": "to train with each value of a list, use `matrix`",
+    "optimizer.learning_rate=[1e-3,3e-3]": "`optimizer.learning_rate`",
     "model=tinybase": "did you mean `model.source`?",
     "data.validation=val.txt": "did you mean `data.validation.source`?",
     "optimizer=adamw": "did you mean `optimizer.name`?",

@@ -34,7 +34,6 @@ class Example(Settings):
         "layer": "layers are out of scope",
     }
     REMOVED: ClassVar = {"until": None}
-    LIST_HELP: ClassVar = "; use a matrix"
     UNKNOWN_KEY_HELP: ClassVar = "; see docs/keys.md"
 
     rate: float = 1.0
@@ -67,8 +66,8 @@ MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
     ({"recompute": 5}, "(its keys: layers), but is 5; did you mean `recompute.layers`?"),
     ({"steps": "1B"}, "but is '1B'"),
     ({"warmup": 0.1}, "but is 0.1"),
-    ({"rate": [1, 2]}, "`rate`: Input should be a valid number, but is [1, 2]; use a matrix"),
-    ({"shares": [0.5, [1]]}, "but is [1]; use a matrix"),
+    ({"rate": [1, 2]}, "`rate`: Input should be a valid number, but is [1, 2]"),
+    ({"shares": [0.5, [1]]}, "but is [1]"),
     ({"Rate": 1}, "`Rate`: unknown key; did you mean `rate`?"),
     ({"layers": 1}, "`layers`: unknown key; did you mean `recompute.layers`?"),
     ({"lr": 1}, "`lr`: unknown key; did you mean `rate`?"),

@@ -345,7 +345,6 @@ SIZE_BASED = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}
             (4, fsdp(**{key: value}), SHARDED, 1, [f"`fsdp_{key}`"])
             for key, value in {
                 "state_dict_type": "FULL_STATE_DICT",
-                "backward_prefetch": "BACKWARD_PRE",
                 "activation_checkpointing": True,
                 "activation_checkpointing_offload": True,
                 "ignored_modules": ".*norm",
@@ -355,10 +354,10 @@ SIZE_BASED = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}
         # One notice names all keys.
         (
             4,
-            fsdp(forward_prefetch=True, cpu_ram_efficient_loading=True) | INDUCTOR,
+            fsdp(state_dict_type="FULL_STATE_DICT", cpu_ram_efficient_loading=True) | INDUCTOR,
             SHARDED,
             1,
-            ["dynamo_config`", "`fsdp_forward_prefetch`", "`fsdp_cpu_ram_efficient_loading`"],
+            ["dynamo_config`", "`fsdp_state_dict_type`", "`fsdp_cpu_ram_efficient_loading`"],
         ),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ()),
         (4, fsdp(mesh(4, 1)), DDP, 1, ["FSDP"]),

@@ -193,6 +193,24 @@ def test_a_run_resumes_unless_it_is_another_training(
     assert resumed.recipe.loss.chunk == 64, "sums are in the order of the checkpoint"
 
 
+@pytest.mark.parametrize("had_f32_scales", [False, True])
+def test_a_run_with_former_keys_resumes_unless_they_changed_results(
+    had_f32_scales: bool, jobs: Jobs, tmp_path: Path
+) -> None:
+    record = record_of(jobs("precision=block"), 4)
+    record["identity"]["fp8_config.use_f32_scales"] = had_f32_scales
+    record["health"]["usual_gap"] = None
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=10)
+    checkpoints.save(4, {"weight": torch.ones(3)}, {}, record, announce=str)
+    job = jobs("precision=block", tmp_path)
+    if had_f32_scales:
+        with pytest.raises(InputError, match="use_f32_scales: saved true"):
+            where_to_resume(job, "auto", accept_changes=False)
+    else:
+        point = where_to_resume(job, "auto", accept_changes=False)[2]
+        assert point.health.losses == [2.0]
+
+
 @pytest.mark.parametrize(
     ("saved", "step", "present", "refusal"),
     [

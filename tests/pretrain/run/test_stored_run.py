@@ -285,3 +285,21 @@ def test_files_that_could_not_be_stored_are_stored_later(
     assert "403 Forbidden" in problem and "WARNING  " + problem in capsys.readouterr().err
     stored.close(None, None, None)
     assert restored(address, tmp_path / "other") == contents(run)
+
+
+def test_a_run_that_went_back_is_restored_at_the_earlier_step(
+    address: str, run: Path, tmp_path: Path, s3_server: Server
+) -> None:
+    store(address, run)
+    stored = StoredRun(address, run)
+    stored.claim()
+    s3_server.fault = lambda method, path: "403 Forbidden" if method == "DELETE" else None
+    with pytest.raises(InputError, match="Forbidden"):
+        stored.go_back(4)
+    s3_server.fault = lambda method, path: None
+    stored.go_back(8)
+    assert any("step-00000008" in name for name in restored(address, tmp_path / "at-8"))
+    stored.go_back(4)
+    names = restored(address, tmp_path / "at-4")
+    assert any("step-00000004" in name for name in names)
+    assert not any("step-00000008" in name for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
 from pydantic import BaseModel
@@ -224,6 +225,12 @@ def test_a_run_keeps_the_weights_of_its_folder(recorded: str, on_gpu: bool, tmp_
         return load_recipe(write(tmp_path, SMALLEST), overrides)
 
     assert with_weights(recipe(run), on_gpu=on_gpu).weights == recorded
+    # Another machine has stored the run.
+    address = f"memory://{tmp_path.name}/{recorded}"
+    fsspec.filesystem("memory").pipe_file(
+        f"/{tmp_path.name}/{recorded}/config.yaml", f"weights: {recorded}".encode()
+    )
+    assert with_weights(recipe(address), on_gpu=on_gpu).weights == recorded
     for resume in (str(run), str(checkpoint)):
         found = with_weights(recipe(tmp_path / "elsewhere"), on_gpu=on_gpu, resume=resume)
         assert found.weights == recorded
