@@ -10,7 +10,6 @@ checks combinations of keys.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -89,7 +88,3 @@ def recipe_schema() -> Schema:
         **schema,
         "properties": {"base": base, **schema["properties"]},
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(recipe_schema(), indent=1, ensure_ascii=False))

@@ -84,7 +84,3 @@ def list_item(text: str) -> str:
     return textwrap.fill(
         f"* {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -211,7 +211,3 @@ def option_defaults(key: str) -> str:
         if key in precision.options:
             names.setdefault(in_yaml(precision.options[key]), []).append(precision.name)
     return "; ".join(f"{value} ({', '.join(precisions)})" for value, precisions in names.items())
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -61,7 +61,7 @@ def percent(share: float) -> str:
 def operations(value: float) -> str:
     """Format a number of floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    scale = min(len(prefixes) - 1, int(math.log10(max(value, 1.0)) // 3))
+    scale = int(math.log10(max(value, 1.0)) // 3)
     return f"{value / 1000**scale:.4g} {prefixes[scale]}FLOP"
 
 

@@ -365,14 +365,13 @@ class FileSource:
         texts = csv.ConvertOptions(
             column_types=dict.fromkeys(columns, pa.string()), include_columns=columns
         )
-        at = offset.get("at", 0)
         with open_stream(path) as stream, csv.open_csv(stream, reading, parsing, texts) as batches:
             yield from _table_chunks(
                 batches,
                 names,
                 self.records,
                 origin=str(path),
-                next_row=at,
+                next_row=offset.get("at", 0),
                 first_row=0,
                 size=size,
             )

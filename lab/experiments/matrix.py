@@ -38,8 +38,8 @@ def write_report(matrix: Matrix) -> str:
     base = baseline.record()
     if base is None or not base.is_finished:
         return f"There is no report, because the baseline {baseline.name} is not finished."
-    others = [cell.record() for cell in matrix.cells if cell != baseline]
-    ended = [run for run in others if run and run.has_ended]
+    records = [cell.record() for cell in matrix.cells if cell != baseline]
+    ended = [run for run in records if run and run.has_ended]
     runs = [base, *sorted(ended, key=_place)]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
+from pretrain.settings.config import CONFIG_FILE
 
 # This file exists if the run belongs to a matrix of runs. `lab.experiments.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
-CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 # A run writes this file last, after it has reached its last step.
 SUMMARY_FILE = "summary.json"

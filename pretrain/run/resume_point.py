@@ -68,7 +68,7 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = self.record["health"]
+        saved = dict(self.record["health"])
         if self.is_branch:
             return HealthState(losses=saved["losses"])
         saved.pop("usual_gap", None)  # in checkpoints of runs with the former key `log.gap`

@@ -98,14 +98,16 @@ class StoredRun:
     def go_back(self, step: int) -> None:
         """Delete the markers of stored checkpoints after `step`, so that they are not restored.
 
-        Raises InputError if a marker cannot be deleted.
+        Does nothing if the run folder has no such checkpoint. Raises InputError if a marker cannot
+        be deleted.
         """
-        # The thread may be storing a checkpoint.
-        self._thread.submit(self._delete_after, step).result()
-
-    def _delete_after(self, step: int) -> None:
-        """Delete the stored manifests of all checkpoints after `step`."""
         manifest = str(step_folder(Path("checkpoints"), step) / MANIFEST)
+        if _newest(self._markers()) > manifest:
+            # The thread may be storing a checkpoint.
+            self._thread.submit(self._delete_after, manifest).result()
+
+    def _delete_after(self, manifest: str) -> None:
+        """Delete the stored manifests of all checkpoints after the checkpoint of `manifest`."""
         with open_storage(self.address) as (storage, root):
             for name in self._objects_to_change(storage, root):
                 if name.endswith(f"/{MANIFEST}") and name > manifest:

@@ -54,8 +54,8 @@ HORIZON = ("train.steps", "train.tokens", "train.epochs")
 # Keys, and prefixes of keys, of a run's name, folders, records and checks. They affect neither the
 # training nor its speed.
 RECORDS = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity")
-# File in a run folder.
-_CONFIG = "config.yaml"
+# File of a run folder with the resolved recipe.
+CONFIG_FILE = "config.yaml"
 # Keys, and prefixes of keys, that are not part of the identity of a training. Two runs that differ
 # only in these keys are trained on the same data with the same hyperparameters.
 _NOT_IDENTITY = (
@@ -203,19 +203,20 @@ def run_dir_of(recipe: Recipe) -> Path:
 
 
 def usual_weights(recipe: Recipe, *, on_gpu: bool) -> Weights:
-    """Return the value for which `weights: auto` stands in a new run.
+    """Return the value of `weights` in a new run whose recipe has `weights: auto`.
 
-    `recipe` is a recipe with a resolved precision.
+    recipe: a recipe with a resolved precision.
+    on_gpu: True if the run trains on a GPU.
     """
     dtypes = {PRECISIONS[name].compute_dtype for _, name in phases_of(recipe.precision)}
     return "bf16_exact" if on_gpu and "float32" not in dtypes else "fp32"
 
 
 def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recipe:
-    """Return a copy of `recipe` in which `weights: auto` is replaced by its value.
+    """Return `recipe` with a value of `weights` in place of `auto`.
 
-    If the run folder has a config.yaml, the value in this file is used. So a run that was started
-    with FP32 weights resumes with them.
+    A run that exists keeps the value in its config.yaml. So a run with FP32 weights resumes with
+    FP32 weights, also on a GPU. A new run has the value of `usual_weights`.
 
     recipe: a recipe with a resolved precision.
     on_gpu: True if the run trains on a GPU.
@@ -233,19 +234,20 @@ def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recip
         # A run folder, or one of its checkpoints.
         folders = [Path(resume), Path(resume).absolute().parent.parent]
     recorded = [
-        load_yaml(file).get("weights") for folder in folders for file in folder.glob(_CONFIG)
+        load_yaml(file).get("weights") for folder in folders for file in folder.glob(CONFIG_FILE)
     ]
+    address = run_address_of(recipe)
     # Another machine has stored the run, which will be copied to this one.
-    if not recorded and is_address(run_address_of(recipe)):
-        recorded = _stored_weights(run_address_of(recipe))
-    known = [weights for weights in recorded if weights in WEIGHT_DTYPES]
-    return recipe.model_copy(update={"weights": next(iter(known), usual)})
+    if not recorded and is_address(address):
+        recorded = _stored_weights(address)
+    values = [weights for weights in recorded if weights in WEIGHT_DTYPES]
+    return recipe.model_copy(update={"weights": next(iter(values), usual)})
 
 
 def _stored_weights(address: str) -> list[Any]:
     """Return a list with the setting `weights` of the run that is stored at `address`, or []."""
     with open_storage(address) as (storage, root):
-        config = f"{root}/{_CONFIG}"
+        config = f"{root}/{CONFIG_FILE}"
         if not storage.exists(config):
             return []
         return [parse_yaml(storage.cat_file(config).decode()).get("weights")]
