@@ -20,9 +20,9 @@ from lab.compare.differences import (
     WITHIN_MARGIN,
     WORSE,
     LossDifference,
+    error_of,
     fewest_seeds,
 )
-from lab.experiments.protocol import Protocol
 from pretrain.metrics.run_record import end_begins
 from tests.conftest import ROOT
 
@@ -83,28 +83,6 @@ def test_verdicts_that_are_read_after_each_seed_err_as_stated() -> None:
     assert expected <= closing.keys()
 
 
-def test_the_candidates_of_a_comparison_share_the_error() -> None:
-    """Candidates are as good as the baseline. Without Bonferroni's correction, too many are not."""
-    candidates, seeds, series = 8, 10, 60
-
-    def family_wise_error(error: float) -> float:
-        """Return the share of series in which any candidate is ever called better or worse."""
-        rng = np.random.default_rng(0)
-        wrong = 0
-        for _ in range(series):
-            losses = 1 + rng.normal(0, MARGIN, (candidates + 1, seeds))
-            wrong += any(
-                look.verdict(MARGIN, error).startswith((BETTER, WORSE))
-                for candidate in range(1, candidates + 1)
-                for look in looks(losses[candidate] - losses[0])
-            )
-        return wrong / series
-
-    protocol = Protocol(None, MARGIN, [], dict.fromkeys(range(candidates + 1), 1.0), 0.0, 5, 9, 0)
-    assert protocol.error == pytest.approx(0.05 / candidates)
-    assert family_wise_error(protocol.error) <= 0.05 < family_wise_error(0.05)
-
-
 @given(st.integers(1, 1000), st.integers(0, 999))
 def test_the_end_is_the_last_fifth_or_64_steps(steps: int, before: int):
     # The run is a branch that starts after another run's step `before`.
@@ -140,7 +118,8 @@ def test_verdicts_over_seeds(values: list[float], verdict: str):
 
 @pytest.mark.parametrize(("candidates", "seeds"), [(1, 3), (2, 4), (4, 4), (40, 5)])
 def test_fewest_seeds_are_the_first_with_a_finite_interval(candidates: int, seeds: int) -> None:
-    error = 0.05 / candidates
+    """The candidates of a comparison share the error (Bonferroni's correction)."""
+    error = error_of(candidates)
     assert fewest_seeds(error) == seeds
     halves = [difference([*range(count)]).half_width(error) for count in (seeds - 1, seeds)]
     assert halves[0] is None and halves[1] is not None
