@@ -69,6 +69,7 @@ def write_runs(folder: Path) -> list[Path]:
         make_run(folder / "phases", LONG, phases, audit=PHASES, held_out=False),
         make_run(folder / "halted", LONG[:9], held_out=False),
     ]
+    append(runs[3], {"step": 100, "event": "served", "served_loss": 2.45, "served_precision": "x"})
     append(runs[5], {"step": 2, "event": "evaluation", "held_out_loss": 2.5})
     append(runs[5], {"step": 101, "tokens": 4096, "epoch": 1.0, "loss": 2.9})
     note(runs[6], halted="step 9: the gradient norm is nan")

@@ -10,7 +10,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,20 @@ import pytest
 
 from foundation.errors import InputError
 from lab.compare.comparison import group_names
-from lab.compare.differences import (
-    EQUIVALENT,
-    LossDifference,
-)
+from lab.compare.differences import EQUIVALENT, LossDifference
 from lab.experiments import matrix_run, which
 from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import NO_GAIN, Verdict, verdict_of, verdicts_after
 from lab.experiments.which_answer import answer
-from lab.experiments.which_trainings import WhichTrainings, candidate_of
-from pretrain.launch.launcher import CONFIGURATIONS, Launch
+from lab.experiments.which_trainings import candidate_of
+from pretrain.launch.launcher import Launch
 from pretrain.launch.processes import Training
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
+from tests.lab.experiments.question import Question
 from tests.lab.made_runs import leave_behind, rows_of
-
-MISS_RATES = ROOT / "benchmarks/results/loss/which_miss_rates.json"
-
-
-def miss_rates() -> str:
-    """Return the text of the recorded rates at a stated 5 % in the answer."""
-    rates = json.loads(MISS_RATES.read_text())["intervals"]["the product's"]["error 0.05"]["misses"]
-    text = f"{rates['exponential']:.0%} of exponential and {rates['lognormal']:.0%} of lognormal"
-    return text.replace("%", " %")
 
 
 @pytest.mark.long
@@ -55,16 +44,11 @@ def test_a_question_is_answered_and_resumed(
 ) -> None:
     """Trains one round of an emulated precision, which has no speed. Three trainings die."""
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}}
-    recipe["model"]["config"] |= {
-        "vocab_size": 125,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "head_dim": 16,
-    }
+    sizes = {"vocab_size": 125, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    recipe["model"]["config"] |= sizes
     for key in ("precision", "evaluate", "checkpoint", "fp8_config", "train"):
         del recipe[key]
     recipe |= {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}
-    file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
     start_training = matrix_run.start_training
@@ -78,38 +62,34 @@ def test_a_question_is_answered_and_resumed(
         return training
 
     monkeypatch.setattr(matrix_run, "start_training", start_and_kill_once)
-    command = [
-        str(file),
-        "--run_dir",
-        str(tmp_path / "which"),
-        "--precisions",
-        "fp32,current,current+head",
-        "--steps",
-        "80",
-    ]
+    command = ["--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current,current+head"]
+    command += ["--steps", "80", "--hours", "0.00001"]
+
+    def ask(file: str) -> int:
+        return which.main(commands.read("which", [file, *command]))
+
+    file = str(write_recipe(recipe, tmp_path))
     with pytest.raises(InputError, match="nothing to compare"):
-        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
+        ask(file)
     # The recipe may still change, because no protocol is written yet.
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
-        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
+        ask(file)
     assert not list(tmp_path.glob("which/rounds/current*")), "there is no checkpoint to branch from"
-    command[0] = os.path.relpath(file)
-    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
+    assert ask(os.path.relpath(file)) == 1
     # There is one candidate, because the vocabulary does not suit current+head.
-    (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())[
-        "candidates"
-    ].values()
+    answer = json.loads((tmp_path / "which" / "verdict.json").read_text())
+    (verdict,) = answer["candidates"].values()
     ((seed, cost),) = verdict["served"]["by_seed"].items()
     assert seed == "42" and cost != 0
     assert verdict["speedup"] is None and verdict["memory_gib"] is None
     assert "current: cannot tell" in capsys.readouterr().out
-    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
+    assert ask(file) == 1
     assert "started" not in capsys.readouterr().out
     rounds = tmp_path / "which" / "rounds"
     (rounds / "current-seed=42" / "summary.json").write_text("{")
     with pytest.raises(InputError, match=re.escape(f"all folders of this seed in {rounds}, ")):
-        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
+        ask(file)
 
 
 # Speed relative to the baseline's, and loss above the baseline's by seed.
@@ -121,17 +101,20 @@ CANDIDATES = {
     "mxfp8": (1.2, [-0.002, 0.003, 0.001, -0.001, 0.002]),
 }
 NAMES = ["bf16", *CANDIDATES]
+NO_TIME = ("--hours", "0.000001")
 PROTOCOL = Protocol(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
 
 
-@dataclass
-class TrainedRounds:
-    """A question whose five rounds have ended, written without training."""
+@dataclass(frozen=True)
+class TrainedRounds(Question):
+    """A question whose rounds have ended, written without training."""
 
-    file: Path
-    folder: Path
-    trainings: WhichTrainings
-    rounds: Rounds
+    rounds: Rounds = field(default_factory=lambda: Rounds(PROTOCOL))
+
+    def __post_init__(self) -> None:
+        write_recipe(self.recipe | {"train": {"steps": 400}}, self.path)
+        self.folder.mkdir()
+        (self.folder / "which.json").write_text(json.dumps(asdict(PROTOCOL)))
 
     def write_rounds(self, slope: float, noise: float = 0.0, rounds: int = 5) -> None:
         """Write the rounds.
@@ -140,9 +123,9 @@ class TrainedRounds:
         noise of standard deviation `noise`.
         """
         draw = np.random.default_rng(0)
-        self.rounds.runs.clear()
+        trainings = self.trainings()
         for seed in range(rounds):
-            matrix = self.trainings.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
+            matrix = trainings.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
             runs = {}
             for cell in matrix.cells:
                 name = candidate_of(cell)
@@ -162,30 +145,15 @@ class TrainedRounds:
                 runs[name] = cell.record()
             self.rounds.runs.append(runs)
 
-    def ask(self, *options: str) -> int:
-        """Run the command, which has no time to train, and return its exit status."""
-        command = [str(self.file), "--run_dir", str(self.folder), "--hours", "0.000001"]
-        return which.main(commands.read("which", [*command, *options]))
-
     def candidates(self) -> dict[str, Any]:
         """Return the candidates in verdict.json."""
         return json.loads((self.folder / "verdict.json").read_text())["candidates"]
 
 
-def new_question(recipe: dict[str, Any], path: Path) -> TrainedRounds:
-    """Return a question in the folder `path` before its first round."""
-    file = write_recipe(recipe | {"train": {"steps": 400}}, path)
-    folder = path / "which"
-    folder.mkdir()
-    (folder / "which.json").write_text(json.dumps(asdict(PROTOCOL)))
-    trainings = WhichTrainings(load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", folder)
-    return TrainedRounds(file, folder, trainings, Rounds(PROTOCOL))
-
-
 @pytest.fixture
 def question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedRounds:
     """A question before its first round."""
-    return new_question(small_recipe, tmp_path)
+    return TrainedRounds(small_recipe, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +162,7 @@ def shared_rounds(
 ) -> TrainedRounds:
     """A question after five rounds. Tests must not change its runs and their files."""
     path = tmp_path_factory.mktemp("which")
-    shared = new_question(recipe_for(path / "run"), path)
+    shared = TrainedRounds(recipe_for(path / "run"), path)
     shared.write_rounds(slope=-0.2)
     return shared
 
@@ -203,7 +171,7 @@ def shared_rounds(
 def output(shared_rounds: TrainedRounds) -> str:
     """The output of the command. One candidate is open, and the hours are over."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        assert shared_rounds.ask() == 1
+        assert shared_rounds.ask(*NO_TIME) == 1
     return text.getvalue()
 
 
@@ -217,7 +185,7 @@ def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds)
     assert which.affordable_rounds(rounds, names, 0) == 1, "the first round ignores the time limit"
     rounds.runs = [{}, {}]
     assert which.affordable_rounds(rounds, names, 1e6) == 2
-    matrix = which.matrix_of(question.trainings, rounds, names, 2)
+    matrix = which.matrix_of(question.trainings(), rounds, names, 2)
     baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
     assert len(matrix.cells) == (1 + len(names)) * len(baselines)
     assert [cell.recipe.seed for cell in baselines] == [44, 45]
@@ -274,7 +242,7 @@ def test_gains_are_upper_estimates_if_the_rate_decays_early(
     schedule: dict[str, Any], is_reserved: bool, question: TrainedRounds
 ) -> None:
     recipe = load_recipe(question.file, [f"schedule.{key}={schedule[key]}" for key in schedule])
-    text = answer(replace(question.trainings, recipe=recipe), PROTOCOL, [])
+    text = answer(replace(question.trainings(), recipe=recipe), PROTOCOL, [])
     assert ("All gains are upper estimates" in text) == is_reserved
 
 
@@ -285,7 +253,10 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
     low = shared_rounds.candidates()["delayed"]["gain_interval"][0]
     assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
     assert f"train_accelerate.py {shared_rounds.file} precision=delayed" in output
-    assert output.count(miss_rates()) == 1
+    file = ROOT / "benchmarks/results/loss/which_miss_rates.json"
+    recorded = json.loads(file.read_text())["intervals"]["the product's"]["error 0.05"]["misses"]
+    shares = [f"{recorded[name]:.0%} of {name}" for name in ("exponential", "lognormal")]
+    assert output.count(" and ".join(shares).replace("%", " %")) == 1
     rows = rows_of(output)
     assert rows["bf16"][-1][:2] == ["5", "2.0000"] and rows["bf16"][-1][3] == "3,000"
     assert "+2.500 ±" in rows["nvfp4"][-1][1]
@@ -311,7 +282,7 @@ def test_a_halted_candidate_is_done_and_later_rounds_count(
     lines = (halted / "metrics.jsonl").read_text().splitlines(keepends=True)
     halt = '{"step": 400, "event": "halted", "reason": "NaN"}\n'
     (halted / "metrics.jsonl").write_text("".join([*lines[:-1], halt]))
-    assert question.ask() == 1
+    assert question.ask(*NO_TIME) == 1
     output = capsys.readouterr().out
     assert "nvfp4: broke off" in output and "started" not in output
     assert rows_of(output)["mxfp8"][-1][0] == "4"
@@ -322,7 +293,7 @@ def test_only_the_tokens_of_a_branch_count(shared_rounds: TrainedRounds) -> None
     branched = replace(shared_rounds.rounds, protocol=protocol)
     tokens = (400 * np.exp(0.05 / 0.2) - 80) / 320
     assert verdict_of(protocol, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
-    text = answer(shared_rounds.trainings, protocol, verdicts_after(branched))
+    text = answer(shared_rounds.trainings(), protocol, verdicts_after(branched))
     assert "train.begin_with=step-00000080" in text
     assert "This answer is about the checkpoint step-00000080." in text
 
@@ -333,7 +304,7 @@ def test_the_gain_is_unknown_if_the_loss_does_not_fall(question: TrainedRounds) 
     delayed = verdicts[0]
     assert not delayed.is_open and delayed.tokens is None
     assert "not known" in delayed.advice
-    trainings = question.trainings
+    trainings = question.trainings()
     assert "Stay" not in answer(trainings, PROTOCOL, verdicts)
     slow = Verdict("current", word=EQUIVALENT, advice=NO_GAIN)
     assert answer(trainings, PROTOCOL, [slow]).endswith("Stay with bf16.")
@@ -343,13 +314,13 @@ def test_a_question_with_other_settings_is_refused(
     question: TrainedRounds, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     question.write_rounds(slope=-0.2, rounds=1)
-    for options in (["--margin", "1"], ["--seeds", "4"]):
+    for options in (["--margin", "1"], ["--seeds", "4"], ["--served", "nvfp4"]):
         with pytest.raises(InputError, match=options[0].strip("-")):
-            question.ask(*options)
+            question.ask(*NO_TIME, *options)
     changed = {"train": {"steps": 400}, "optimizer": {"learning_rate": 0.5}}
     write_recipe(small_recipe | changed, tmp_path)
     with pytest.raises(InputError, match="learning_rate"):
-        question.ask()
+        question.ask(*NO_TIME)
     (question.folder / "which.json").write_text("{")
     with pytest.raises(InputError, match=r"which\.json"):
-        question.ask()
+        question.ask(*NO_TIME)

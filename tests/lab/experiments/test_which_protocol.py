@@ -10,36 +10,18 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
-from lab.experiments import which
 from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import USE, Verdict
 from lab.experiments.which_answer import answer
 from lab.experiments.which_length import allowed_steps, fit_steps, steps_in_an_epoch
-from lab.experiments.which_trainings import WhichTrainings, candidate_of, train
+from lab.experiments.which_trainings import candidate_of, train
 from packing.store import open_packs
 from packing.stream import order_of
-from pretrain.launch.launcher import CONFIGURATIONS
-from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.forked_commands import forking
+from tests.lab.experiments.question import Question
 from tests.lab.made_runs import leave_behind
-
-
-def trainings_of(
-    recipe: dict[str, Any], path: Path, *overrides: str, file: str = "cpu", **options: Any
-) -> WhichTrainings:
-    """Return the trainings of a question about a recipe, which is written to `path`."""
-    written = write_recipe(recipe, path)
-    loaded = load_recipe(written, overrides)
-    configuration = CONFIGURATIONS / f"{file}.yaml"
-    return WhichTrainings(loaded, written, overrides, configuration, path / "which", **options)
-
-
-def ask(path: Path, *options: str) -> int:
-    """Run the command on the recipe in `path`."""
-    command = [str(path / "recipe.yaml"), "--run_dir", str(path / "which"), *options]
-    return which.main(commands.read("which", command))
 
 
 @pytest.mark.parametrize(
@@ -102,63 +84,59 @@ def test_runs_are_no_longer_than_an_epoch_and_the_recipe(
     assert allowed_steps(options, load_recipe(file, overrides)) == allowed
 
 
-@pytest.mark.parametrize(("steps", "of_recipe"), [(79, 500), (None, 79)])
-def test_too_few_steps_are_refused_before_packs_are_prepared(
-    steps: int | None, of_recipe: int, small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    """The recipe's packs cannot be prepared."""
-    small_recipe["data"]["packs"] = str(tmp_path / "nowhere")
-    file = write_recipe(small_recipe | {"train": {"steps": of_recipe}}, tmp_path)
-    options = argparse.Namespace(steps=steps, begin_with=None)
-    with pytest.raises(InputError, match="only 79 steps per run, but 80 is the minimum"):
-        allowed_steps(options, load_recipe(file))
-
-
 def test_too_few_hours_leave_no_protocol(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """The trials have ended, so more hours continue with them."""
     recipe = small_recipe | {"batch": {"tokens": 32, "microbatch": 1}, "train": {"epochs": 1}}
-    for cell in trainings_of(recipe, tmp_path).trials(["fp32", "bf16"]).cells:
+    question = Question(recipe, tmp_path)
+    for cell in question.trainings().trials(["fp32", "bf16"]).cells:
         leave_behind(cell, held_out=2.0, tokens_per_second=32)
     with pytest.raises(InputError, match=r"--hours 0\.01: .* set --hours to [0-9.]+ or more"):
-        ask(tmp_path, "--precisions", "fp32,bf16", "--hours", "0.01")
+        question.ask("--precisions", "fp32,bf16", "--hours", "0.01")
     assert not (tmp_path / "which" / "which.json").exists()
 
 
+# Options, and words of the message. The recipe has 500 steps.
+MISTAKES = {
+    "--precisions fp32": "--precisions fp32: set at least two",
+    "--precisions fp32,delayd": "--precisions: delayd: unknown; choose from fp32",
+    "--precisions bf16,bf16+head": "--precisions: bf16[+]head: unknown",
+    "fp8_config.scope=linear+head": "fp8_config.scope",
+    "train.steps=9": "train.steps.*--steps",
+    "train.begin_with=nowhere": "train.begin_with",
+    "--from nowhere": "--from",
+    # The packs are not prepared first.
+    "--steps 79 data.packs=nowhere": "only 79 steps per run, but 80 is the minimum",
+    "--steps 0": "0 is not a whole number of at least 1",
+    "--seeds 1000": "--seeds 20 or fewer",
+    "--gpus 0": "--gpus",
+    "--seeds 3 --precisions bf16,delayed,current,block,nvfp4": "5 precisions needs at least 4 seed",
+    "--steps 1000000": "repeated after step [0-9]+, ",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES.items())
+def test_options_without_an_answer_are_refused_before_anything_runs(
+    options: str, message: str, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    question = Question(small_recipe | {"train": {"steps": 500}}, tmp_path)
+    with pytest.raises(InputError, match=message):
+        question.ask(*options.split())
+    assert not list(tmp_path.glob("which/*"))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "train", "message"),
+    ("train", "message"),
     [
-        (["--precisions", "fp32"], {}, "--precisions fp32: set at least two"),
-        (["--precisions", "fp32,delayd"], {}, "--precisions: delayd: unknown; choose from fp32"),
-        (["--precisions", "bf16,bf16+head"], {}, "--precisions: bf16[+]head: unknown"),
-        (["fp8_config.scope=linear+head"], {}, "fp8_config.scope"),
-        (["train.steps=9"], {}, "train.steps.*--steps"),
-        (["train.begin_with=nowhere"], {}, "train.begin_with"),
-        (["--from", "nowhere"], {}, "--from"),
-        (["--steps", "79"], {}, "--steps"),
-        (["--steps", "0"], {}, "0 is not a whole number of at least 1"),
-        (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
-        (["--gpus", "0"], {}, "--gpus"),
-        (
-            ["--seeds", "3", "--precisions", "bf16,delayed,current,block,nvfp4"],
-            {},
-            "--seeds 3: .* 5 precisions needs at least 4 seeds",
-        ),
-        (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
-        ([], {"steps": 79}, "train.steps"),
+        ({"steps": 79}, "`train.steps` .* only 79 steps per run, but 80 is the minimum"),
         # All trainings branch from the recipe's checkpoint.
-        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),
+        ({"steps": 500, "begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),
     ],
 )
-def test_options_without_an_answer_are_refused_before_anything_runs(
-    arguments: list[str],
-    train: dict[str, Any],
-    message: str,
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
+def test_recipes_without_an_answer_are_refused_before_anything_runs(
+    train: dict[str, Any], message: str, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=message):
-        ask(tmp_path, *arguments)
+        Question(small_recipe | {"train": train}, tmp_path).ask()
     assert not list(tmp_path.glob("which/*"))
 
 
@@ -194,7 +172,7 @@ def test_a_stream_that_ends_in_its_first_part_is_an_epoch(
 
 
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    trainings = trainings_of(small_recipe, tmp_path, file="bf16", gpus=2)
+    trainings = Question(small_recipe, tmp_path).trainings(config="bf16", gpus=2)
     assert trainings.trials(["fp32", "bf16"]).at_once == 2
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
     matrix = trainings.rounds(protocol, [42, 43], ["bf16"])
@@ -218,7 +196,7 @@ def test_no_training_starts_after_a_baseline_that_failed(
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
     overrides = ("optimizer.learning_rate=1e30", "parity=false")
-    matrix = trainings_of(small_recipe, tmp_path, *overrides).trials(["fp32", "bf16"])
+    matrix = Question(small_recipe, tmp_path).trainings(*overrides).trials(["fp32", "bf16"])
     with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
         train(matrix, may_fail=False)
     assert [cell.log.exists() for cell in matrix.cells] == [True, False]
@@ -229,7 +207,7 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
 ) -> None:
     """`block` needs a multiple of 128 tokens."""
     small_recipe["data"]["length"] = 64
-    trainings = trainings_of(small_recipe, tmp_path)
+    trainings = Question(small_recipe, tmp_path).trainings()
     cells = trainings.trials(["bf16", "block", "mxfp8"]).cells
     assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
@@ -245,7 +223,7 @@ def test_a_candidate_has_the_options_that_its_precision_accepts(
     overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
     names = ["bf16", "delayed", "current", "nvfp4"]
     recipe = small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}
-    trainings = trainings_of(recipe, tmp_path, *overrides)
+    trainings = Question(recipe, tmp_path).trainings(*overrides)
     settings = [cell.recipe.fp8_config for cell in trainings.trials(names).cells]
     options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
