@@ -6,22 +6,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from packing.arrow import Pack
-from pretrain.model import huggingface as model
-from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
-from pretrain.precision.product import PrecisionContext
-from pretrain.precision.scope import decide
-from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs
 from tests.pretrain.conftest import to_nearest
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients
+from tests.pretrain.model.fused import fused_models
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, losses_and_gradients
 
 # Quantized precisions that Transformer Engine computes on some GPU.
 ON_TE = [
@@ -50,44 +43,20 @@ def assemble(
     name: str,
     recipe: str,
     *,
-    fused: bool,
-    weights: torch.dtype = torch.bfloat16,
     attention: str = "packed_varlen",
-    recompute: bool = False,
     keep: tuple[str, ...] = (),
     scope: str = "linear",
+    **options: Any,
 ) -> PackedLanguageModel:
-    """Build a model with FP32 gradients in one precision.
+    """Build a model of the architecture `name` in the precision `recipe`, with FP32 gradients.
 
-    Args:
-        name: Name of the architecture.
-        recipe: Name of the precision.
-        fused: Whether layers are fused.
-        weights: Dtype in which weights are stored.
-        attention: Name of the attention implementation.
-        recompute: Whether layers are recomputed in backward.
-        keep: Patterns of linears that stay in BF16.
-        scope: `linear` or `linear+head`.
+    `options` are those of `fused_models.assemble`.
     """
-    config = larger(name)
-    hf = build(config, torch.float32, "cuda", attention)
-    model.round_weights(hf, weights)
+    loss = LossSettings(chunk=256)
     active = active_of(recipe, keep, scope)
-    layers = decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    engines = make_engines([active], torch.device("cuda"))
-    context = PrecisionContext(torch.bfloat16, engines, active)
-    packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
-    if fused:
-        arithmetic = choose_arithmetic(active, "cuda", context)
-        packed.fused = fuse(layers, {active.name: decisions}, arithmetic)
-        assert not packed.fused.left_out
-    convert(hf, decisions, context, packed.fused)
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
-    settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
-    cast_to = torch.bfloat16 if weights == torch.float32 else None
-    wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
-    return packed
+    return fused_models.assemble(
+        larger(name), active, device="cuda", backend=attention, loss=loss, **options
+    )
 
 
 def active_of(recipe: str, keep: tuple[str, ...] = (), scope: str = "linear") -> ActivePrecision:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,17 @@ def transformer_engine_is_imported_first() -> None:
     """
     with suppress(ImportError):
         transformer_engine.library()
+
+
+@pytest.fixture
+def te() -> ModuleType:
+    """Transformer Engine. Tests that need it are skipped without it."""
+    return pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+
+
+def te_dtype(te: ModuleType, dtype: torch.dtype) -> Any:
+    """Return Transformer Engine's name of an FP8 dtype."""
+    return te.DType.kFloat8E4M3 if dtype == torch.float8_e4m3fn else te.DType.kFloat8E5M2
 
 
 @pytest.fixture

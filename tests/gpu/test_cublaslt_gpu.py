@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # Deterministic GEMMs need this variable. It is read when CUDA starts.
@@ -19,7 +20,7 @@ from pretrain.precision import cublaslt
 from pretrain.precision.cublaslt import Products, add_product_, products_on
 from pretrain.precision.product import Probe
 from tests.gpu.assembled import assemble
-from tests.gpu.conftest import relative_error
+from tests.gpu.conftest import relative_error, te_dtype
 from tests.pretrain.model.fused.fused_models import inputs
 
 BF16 = torch.bfloat16
@@ -46,22 +47,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16, generator=generator)
 
 
-def library_of_hopper() -> Any:
-    te = pytest.importorskip("transformer_engine.pytorch")
+@pytest.fixture
+def hopper(te: ModuleType) -> ModuleType:
+    """Transformer Engine on a Hopper GPU."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     return te
-
-
-def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
-    """Return Transformer Engine's tensor of quantized values, and the decoded values in FP32."""
-    te = library_of_hopper()
-    scale_inv = values.abs().amax().float().reshape(1) / torch.finfo(dtype).max
-    codes = (values.float() / scale_inv).to(dtype)
-    name = te.DType.kFloat8E4M3 if dtype == E4M3 else te.DType.kFloat8E5M2
-    parts = {"data": codes.view(torch.uint8), "data_transpose": None, "fp8_scale_inv": scale_inv}
-    storage = te.Float8TensorStorage(**parts, fp8_dtype=name, fake_dtype=BF16)
-    return storage, codes.float() * scale_inv
 
 
 def products_of_this_gpu() -> Products:
@@ -73,24 +64,40 @@ def products_of_this_gpu() -> Products:
 # ── Values ──
 
 
-def operands_of(kind: Any) -> tuple[Any, Any, Tensor]:
-    """Return both operands and their FP32 product. FP8 operands are given by their two dtypes."""
-    if kind in SHAPES:
-        left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[kind]))
-        matrix = left.t() if kind[0] == "T" else left
-        rows = right.t() if kind[1] == "T" else right
-        return left, right, rows.float() @ matrix.float()
-    (left, a), (right, b) = (
-        in_codes(draw(*shape), dtype) for shape, dtype in zip(SHAPES["TN"], kind, strict=True)
-    )
-    return left, right, b @ a.t()
+def operands_of(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both operands and their FP32 product."""
+    left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[kind]))
+    matrix = left.t() if kind[0] == "T" else left
+    rows = right.t() if kind[1] == "T" else right
+    return left, right, rows.float() @ matrix.float()
+
+
+def fp8_operands_of(te: ModuleType, *dtypes: torch.dtype) -> tuple[Any, Any, Tensor]:
+    """Return operands of Transformer Engine in these dtypes, and their FP32 product."""
+    operands = []
+    decoded = []
+    for shape, dtype in zip(SHAPES["TN"], dtypes, strict=True):
+        values = draw(*shape)
+        scale_inv = values.abs().max().float().reshape(1) / torch.finfo(dtype).max
+        codes = (values.float() / scale_inv).to(dtype)
+        parts = {"data": codes.view(torch.uint8), "data_transpose": None}
+        parts |= {"fp8_scale_inv": scale_inv, "fp8_dtype": te_dtype(te, dtype)}
+        operands.append(te.Float8TensorStorage(**parts, fake_dtype=BF16))
+        decoded.append(codes.float() * scale_inv)
+    return *operands, decoded[1] @ decoded[0].t()
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("kind", [*SHAPES, (E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
-def test_a_gemm_equals_the_fp32_gemm(kind: Any, adds: bool, biased: bool) -> None:
-    left, right, expected = operands_of(kind)
+def test_a_gemm_equals_the_fp32_gemm(
+    kind: Any, adds: bool, biased: bool, request: pytest.FixtureRequest
+) -> None:
+    """FP8 operands are given by their two dtypes."""
+    if kind in SHAPES:
+        left, right, expected = operands_of(kind)
+    else:
+        left, right, expected = fp8_operands_of(request.getfixturevalue("hopper"), *kind)
     residual = 10 * draw(N, M, seed=2) if adds else None
     before = None if residual is None else residual.clone()
     bias = 10 * draw(M, seed=3) if biased else None
@@ -109,14 +116,13 @@ def test_a_gemm_equals_the_fp32_gemm(kind: Any, adds: bool, biased: bool) -> Non
     assert len(products_of_this_gpu().chosen) == (1 if kind in SHAPES else 2)
 
 
-def test_a_transposed_view_is_multiplied_as_it_is_stored():
+def test_a_transposed_view_is_multiplied_as_it_is_stored() -> None:
     """The weight of a Conv1D and its gradient sum are stored as [in, out]."""
     x, dy = draw(N, K), draw(N, M, seed=1)
     stored = draw(K, M, seed=2)
-    weight = stored.t()
-    y = cublaslt.multiply(weight, x)
+    y = cublaslt.multiply(stored.t(), x)
     assert relative_error(y, x.float() @ stored.float()) < ROUNDING
-    dx = cublaslt.multiply(weight, dy, layout="NN")
+    dx = cublaslt.multiply(stored.t(), dy, layout="NN")
     assert relative_error(dx, dy.float() @ stored.float().t()) < ROUNDING
     total = torch.zeros(K, M, device="cuda")
     for _ in range(2):
@@ -147,20 +153,19 @@ def test_a_cached_algorithm_is_used_without_trials(
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_block_scaled_gemm_equals_transformer_engines(adds: bool):
+def test_a_block_scaled_gemm_equals_transformer_engines(hopper: ModuleType, adds: bool) -> None:
     """Two tensors in squares of 128 x 128 are not multiplied: `multiply` returns None."""
-    te = library_of_hopper()
     weight, x = (
-        te.Float8BlockQuantizer(
-            te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions
+        hopper.Float8BlockQuantizer(
+            te_dtype(hopper, E4M3), rowwise=True, columnwise=True, block_scaling_dim=dimensions
         )(draw(*shape) * torch.exp2(torch.arange(K, device="cuda") // 128).bfloat16())
         for dimensions, shape in ((2, (M, K)), (1, (N, K)))
     )
     residual = 10 * draw(N, M, seed=2) if adds else None
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    library_y = general_gemm(weight, x, out_dtype=BF16, layout="TN", use_split_accumulator=True)[0]
-    expected = library_y.float()
+    options = {"layout": "TN", "use_split_accumulator": True}
+    expected = general_gemm(weight, x, out_dtype=BF16, **options)[0].float()
     if residual is not None:
         expected = expected + residual
     for _ in range(2):  # The first call searches an algorithm, the second uses it.
@@ -170,8 +175,8 @@ def test_a_block_scaled_gemm_equals_transformer_engines(adds: bool):
     assert cublaslt.multiply(weight, weight) is None
 
 
-def test_scales_may_change_between_calls():
-    left, right, expected = operands_of((E4M3, E4M3))
+def test_scales_may_change_between_calls(hopper: ModuleType) -> None:
+    left, right, expected = fp8_operands_of(hopper, E4M3, E4M3)
     for factor in (1.0, 4.0, 0.5):
         left._scale_inv = left._scale_inv * factor  # another tensor
         expected = expected * factor
@@ -182,7 +187,9 @@ def test_scales_may_change_between_calls():
     assert len(products_of_this_gpu().chosen) == 1
 
 
-def test_weight_gradients_accumulate_in_fp32_during_a_search(monkeypatch: pytest.MonkeyPatch):
+def test_weight_gradients_accumulate_in_fp32_during_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The search adds nothing to the sum.
 
     Covers two microbatches, the first with a search, and overwriting a sum with and without a
@@ -208,27 +215,25 @@ def test_weight_gradients_accumulate_in_fp32_during_a_search(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("best", [1, 2, 3])
-def test_every_searched_algorithm_has_the_same_bits(best: int, monkeypatch: pytest.MonkeyPatch):
+def test_every_searched_algorithm_has_the_same_bits(
+    best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = draw(8192, 2048)
     weight = draw(4096, 2048, seed=1)
     residual = draw(8192, 4096, seed=2)
     results = []
     for number in (0, best):
-        monkeypatch.setattr(
-            cublaslt, "fastest", lambda times, number=number: min(number, len(times) - 1)
-        )
+        monkeypatch.setattr(cublaslt, "fastest", lambda times, n=number: min(n, len(times) - 1))
         products_on.cache_clear()
-        results.append(
-            [cublaslt.multiply(weight, x), cublaslt.multiply(weight, x, residual=residual)]
-        )
-    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+        results.append([cublaslt.multiply(weight, x, residual=r) for r in (None, residual)])
+    assert all(map(torch.equal, *results))
 
 
 # ── Deterministic runs ──
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_deterministic_runs_do_not_search():
+def test_deterministic_runs_do_not_search() -> None:
     x = draw(N, K)
     weight = draw(M, K, seed=1)
     assert cublaslt.multiply(weight, x) is None
@@ -239,11 +244,11 @@ def test_deterministic_runs_do_not_search():
 # ── Fused layers ──
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("precision", ["current", "block"])
 def test_gemms_add_residuals_unless_results_are_observed(
     precision: str, monkeypatch: pytest.MonkeyPatch
-):
-    library_of_hopper()
+) -> None:
     packed = assemble("llama", precision, fused=True)
     # For each GEMM, whether it added a residual.
     residuals: list[bool] = []

@@ -1,9 +1,12 @@
-"""Compare the AdamW kernel with torch's operations, bit for bit.
+"""Compare the AdamW kernel with the update on a CPU, bit for bit.
 
-The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1).
+The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1). The update on
+a CPU has the bits of torch's AdamW (tests/pretrain/optimizer/test_exact_adamw.py).
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -25,69 +28,13 @@ STEPS = [
     Hyperparameters(lr, 0.1, 0.9, 0.95, 1e-8, step)
     for step, lr in enumerate((0.0, 3e-3, 1e-5), start=1)
 ]
-
-
-def reference(
-    tensors: ParameterTensors, hyper: Hyperparameters, coefficient: float
-) -> tuple[ParameterTensors, int]:
-    """Return the update of torch's single-tensor AdamW on a CPU and the number of frozen updates.
-
-    An update is frozen if the weight keeps its value although it should change. The square root is
-    rounded to nearest.
-    """
-    old = ParameterTensors(*(None if tensor is None else tensor.cpu() for tensor in tensors))
-    before = old.weight.float() if old.remainder is None else join(old.weight, old.remainder)
-    gradient = old.gradient.float() * coefficient
-    exp_avg = old.exp_avg.float().clone()
-    exp_avg_sq = old.exp_avg_sq.float().clone()
-    master = before * hyper.decay
-    exp_avg.lerp_(gradient, 1 - hyper.beta1)
-    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    # torch.sqrt in FP32 may be off by one ulp on a CPU. Computed in FP64 and rounded, it is exact.
-    denominator = exp_avg_sq.double().sqrt().float() / hyper.bias_correction2_sqrt + hyper.eps
-    master.addcdiv_(exp_avg, denominator, value=-hyper.step_size)
-    if old.remainder is None:
-        weight = master.to(old.weight.dtype)
-        remainder = None
-        after = weight.float()
-    else:
-        weight, remainder = split(master)
-        after = master
-    frozen = torch.zeros(())
-    if hyper.learning_rate:
-        frozen = (after == before) & ((exp_avg != 0) | (before != 0))
-    moments = (exp_avg.to(old.exp_avg.dtype), exp_avg_sq.to(old.exp_avg.dtype))
-    return ParameterTensors(weight, remainder, old.gradient, *moments), int(frozen.sum())
-
-
-@pytest.mark.parametrize(
-    ("weight", "exact"),
-    [(FP32, False), (BF16, True), (BF16, False)],
-)
-def test_updates_without_moments_equal_those_on_a_cpu(weight: torch.dtype, exact: bool) -> None:
-    """These are the updates of Muon."""
-    hyper = Hyperparameters(3e-3, 0.1, beta1=0, beta2=0, eps=0, step=1, scale=5.0)
-    operands = [
-        tensors._replace(gradient=tensors.gradient.bfloat16(), exp_avg=None, exp_avg_sq=None)
-        for tensors in draw(weight, FP32, FP32, exact)
-    ]
-    on_cpu = [
-        ParameterTensors(
-            *(tensor if tensor is None else tensor.cpu().clone() for tensor in tensors)
-        )
-        for tensors in operands
-    ]
-    expected = adamw._update_all([(tensors, hyper) for tensors in on_cpu], None)
-    frozen = prepare_update([(tensors, hyper) for tensors in operands], None)()
-    assert int(frozen) == int(expected)
-    for tensors, expected_tensors in zip(operands, on_cpu, strict=True):
-        assert torch.equal(tensors.weight.cpu(), expected_tensors.weight)
-        if exact:
-            assert torch.equal(tensors.remainder.cpu(), expected_tensors.remainder)
+BY_MUON = Hyperparameters(3e-3, 0.1, beta1=0, beta2=0, eps=0, step=1, scale=5.0)
+# Weights, and whether they have remainders.
+WEIGHTS = [(FP32, False), (BF16, True), (BF16, False)]
 
 
 def draw(
-    weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, exact: bool
+    weight: torch.dtype, exact: bool, gradient: torch.dtype, moment: torch.dtype | None
 ) -> list[ParameterTensors]:
     """Return operands of each shape: random weights with zeros among them, and empty moments."""
     generator = torch.Generator().manual_seed(0)
@@ -95,13 +42,9 @@ def draw(
     for shape in SHAPES:
         master = torch.randn(shape, generator=generator)
         master.view(-1)[::7] = 0
-        stored, remainder = split(master) if exact else (master.to(weight), None)
-        first = torch.zeros(shape, dtype=moment)
-        second = torch.zeros(shape, dtype=moment)
-        tensors = (stored, remainder, gradients(shape, gradient, 0), first, second)
-        drawn.append(
-            ParameterTensors(*(None if tensor is None else tensor.to(DEVICE) for tensor in tensors))
-        )
+        stored = split(master) if exact else (master.to(weight), None)
+        moments = (torch.zeros(shape, dtype=moment) if moment else None for _ in range(2))
+        drawn.append(ParameterTensors(*stored, gradients(shape, gradient, 0), *moments))
     return drawn
 
 
@@ -110,48 +53,48 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(shape, generator=generator) * 10 ** torch.linspace(-12, 1, shape[-1])
     gradient[..., ::5] = 0
-    return gradient.to(dtype).to(DEVICE)
+    return gradient.to(dtype)
 
 
 @pytest.mark.parametrize(
-    ("weight", "exact", "moment"),
+    ("weights", "gradient", "moment"),
     [
-        (FP32, False, FP32),
-        (BF16, True, FP32),
-        (BF16, False, BF16),
-        (BF16, False, FP32),
-        (BF16, True, BF16),
-        (FP32, False, BF16),
+        *itertools.product(WEIGHTS, (FP32, BF16), (FP32, BF16)),
+        *((weights, BF16, None) for weights in WEIGHTS),
     ],
 )
-@pytest.mark.parametrize("gradient", [FP32, BF16])
-def test_the_kernel_computes_what_torchs_operations_compute(
-    weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
+def test_updates_equal_those_on_a_cpu(
+    weights: tuple[torch.dtype, bool],
+    gradient: torch.dtype,
+    moment: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    operands = draw(weight, gradient, moment, exact)
-    for hyper in STEPS:
-        operands = [
-            tensors._replace(gradient=gradients(tuple(tensors.weight.shape), gradient, hyper.step))
-            for tensors in operands
-        ]
-        expected = [reference(tensors, hyper, 0.37) for tensors in operands]
+    """Without moments, these are the updates of Muon."""
+    # torch.sqrt in FP32 may be off by one ulp on a CPU. Computed in FP64 and rounded, it is exact.
+    monkeypatch.setattr(Tensor, "sqrt", lambda x: torch.sqrt(x.double()).float())
+    on_cpu = draw(*weights, gradient, moment)
+    operands = [on_device(tensors) for tensors in on_cpu]
+    coefficient = torch.tensor(0.37) if moment else None
+    for hyper in STEPS if moment else [BY_MUON]:
+        for tensors, copies in zip(on_cpu, operands, strict=True):
+            tensors.gradient.copy_(gradients(tensors.weight.shape, gradient, hyper.step))
+            copies.gradient.copy_(tensors.gradient)
+        expected = adamw._update_all([(tensors, hyper) for tensors in on_cpu], coefficient)
         updates = [(tensors, hyper) for tensors in operands]
-        frozen = prepare_update(updates, torch.tensor(0.37, device=DEVICE))()
-        for updated, (reference_tensors, _) in zip(operands, expected, strict=True):
-            assert all(
-                a is b is None or torch.equal(a.cpu(), b)
-                for a, b in zip(updated, reference_tensors, strict=True)
-            )
-        assert frozen == sum(count for _, count in expected)
+        frozen = prepare_update(updates, None if moment is None else coefficient.to(DEVICE))()
+        assert int(frozen) == int(expected)
+        for pair in itertools.chain(*map(zip, operands, on_cpu)):
+            assert pair[0] is pair[1] is None or torch.equal(pair[0].cpu(), pair[1])
 
 
-@pytest.fixture(autouse=True)
-def kernel_updates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ExactAdamW use the kernel on every device."""
+def on_device(tensors: ParameterTensors) -> ParameterTensors:
+    copies = (None if tensor is None else tensor.clone().to(DEVICE) for tensor in tensors)
+    return ParameterTensors(*copies)
+
+
+def test_special_master_weights_keep_all_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Use the kernel on every device.
     monkeypatch.setattr(adamw, "prepare_updates", prepare_update)
-
-
-def test_special_master_weights_keep_all_their_bits() -> None:
     bits = torch.tensor(
         [0, 1, 0x8000, 0x7FFFFF, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F800000], dtype=torch.int32
     )

@@ -16,14 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.observe.audit import is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import Probe
 from pretrain.precision.scope import is_called
 from pretrain.run.served import served_weights
 from tests.gpu.assembled import LENGTH, ON_TE, active_of, assemble, larger, settings_of, train
-from tests.pretrain.model.fused.fused_models import build, inputs, significant_parameters
+from tests.pretrain.model.fused.fused_models import (
+    build,
+    check_products,
+    inputs,
+    significant_parameters,
+)
 
 
 def cosines(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -79,20 +83,8 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
         train(packed, steps=1)
     assert observer.products.keys() - {"lm_head"} == packed.fused.members.keys()
     assert ("lm_head" in observer.products) == (scope == "linear+head")
-    kept = {
-        linear
-        for linear in observer.products
-        if any(is_called(linear, pattern) for pattern in keep)
-    }
-    assert bool(kept) == bool(keep)
-    for linear, products in observer.products.items():
-        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
-        if linear in kept:
-            assert {kind for product in products for kind in (product.left, product.right)} == {
-                "bfloat16"
-            }, linear
-        else:
-            assert all(is_expected(product, active) for product in products), products
+    assert any(is_called(linear, k) for linear in observer.products for k in keep) == bool(keep)
+    check_products(observer, active, keep)
 
 
 @pytest.mark.parametrize("recipe", ON_TE)

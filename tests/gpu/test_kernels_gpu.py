@@ -27,7 +27,7 @@ from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
-from tests.gpu.conftest import DEVICE, cuda_only, relative_error
+from tests.gpu.conftest import DEVICE, cuda_only, relative_error, te_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities and NaN
 
@@ -90,19 +90,25 @@ def leaf(values: Tensor) -> Tensor:
     return values.double().requires_grad_()
 
 
+def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Apply a function to the tensors of inputs, except those of `HeadNorms`."""
+    if isinstance(values, Inputs):
+        return Inputs(**{name: mapped(function, value) for name, value in vars(values).items()})
+    if isinstance(values, list):
+        return [mapped(function, value) for value in values]
+    return function(values) if isinstance(values, Tensor) else values
+
+
 def exactly(compute: Callable[..., Results]) -> Callable[[Inputs], Results]:
     """Return the function that computes `compute` by plain torch in FP64."""
 
-    def double(values: Any) -> Any:
-        if isinstance(values, list):
-            return [*map(double, values)]
-        if isinstance(values, HeadNorms):
-            return HeadNorms(values.query.double(), values.key.double(), values.eps)
-        return values.double() if isinstance(values, Tensor) else values
+    def exact(i: Inputs) -> Results:
+        doubled = mapped(Tensor.double, i)
+        if norms := getattr(i, "norms", None):
+            doubled.norms = HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
+        return compute(doubled, formulas)
 
-    return lambda i: compute(
-        Inputs(**{name: double(values) for name, values in vars(i).items()}), formulas
-    )
+    return exact
 
 
 def equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
@@ -604,17 +610,12 @@ def test_offsets_beyond_32_bits_are_right(
     inputs = draw(*case)
     expected = compute(inputs)
 
-    def behind_zeros(values: Any) -> Any:
-        if isinstance(values, list):
-            return [*map(behind_zeros, values)]
-        if not isinstance(values, Tensor):
-            return values
+    def behind_zeros(values: Tensor) -> Tensor:
         many = values.new_zeros(tokens, *values.shape[1:])
         many[-64:] = values
         return many
 
-    many = Inputs(**{name: behind_zeros(value) for name, value in vars(inputs).items()})
-    results = compute(many)
+    results = compute(mapped(behind_zeros, inputs))
     assert max(rows.numel() for rows in results.values()) > 2**31
     for name, rows in results.items():
         if len(rows) == tokens:
@@ -629,31 +630,29 @@ def test_offsets_beyond_32_bits_are_right(
 @pytest.mark.parametrize("gated", BOTH)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_activation_codes_scales_and_amaxes_are_those_of_the_library(
-    recipe: str, gated: bool
+    te: ModuleType, recipe: str, gated: bool
 ) -> None:
     """With delayed scaling, the library quantizes from FP32 and our kernel from BF16."""
-    te = pytest.importorskip("transformer_engine.pytorch")
     if not te.is_fp8_available():
         pytest.skip("needs FP8")
     import transformer_engine_torch as tex
 
-    def quantizers() -> list[Any]:
-        """Return the quantizers of the activated values and of the gradient."""
-        made = []
-        for scale, dtype in ((3.1, te.DType.kFloat8E4M3), (40.0, te.DType.kFloat8E5M2)):
-            usages = {"rowwise": True, "columnwise": True}
-            if recipe == "delayed":
-                numbers = (torch.full((1,), value, device="cuda") for value in (scale, 0.0))
-                made.append(te.Float8Quantizer(*numbers, dtype, **usages))
-            else:
-                device = torch.device("cuda")
-                made.append(te.Float8CurrentScalingQuantizer(dtype, device, **usages))
-            made[-1].internal = True
+    def quantizer(scale: float, dtype: torch.dtype) -> Any:
+        usages = {"rowwise": True, "columnwise": True}
+        if recipe == "delayed":
+            scale_and_amax = (torch.full((1,), value, device="cuda") for value in (scale, 0.0))
+            made = te.Float8Quantizer(*scale_and_amax, te_dtype(te, dtype), **usages)
+        else:
+            made = te.Float8CurrentScalingQuantizer(
+                te_dtype(te, dtype), torch.device("cuda"), **usages
+            )
+        made.internal = True
         return made
 
+    # The quantizers of the activated values and of the gradient.
+    ours, library = ([quantizer(3.1, E4M3_CODES), quantizer(40.0, E5M2_CODES)] for _ in range(2))
     i = hidden(1024, 1536, gated)
     i.hidden[128:256] = 0
-    ours, library = quantizers(), quantizers()
     activated, scale = activation_kernel.quantized_activate(i.hidden, ours[0], gated=gated)
     if recipe == "delayed":  # delayed scaling changes its scales between forward and backward
         ours[0].scale.fill_(1e3)

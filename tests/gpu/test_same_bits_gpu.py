@@ -31,6 +31,8 @@ from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, named_state
+from pretrain.optimizer.exact_weights import master_of, split
+from pretrain.optimizer.muon import Hidden, Muon
 from pretrain.optimizer.offload import OFFLOADED, PIECE, SLOTS
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import OptimizerSettings
@@ -206,6 +208,36 @@ def sharded(offload: str = "none") -> dict[str, Tensor]:
         dist.destroy_process_group()
 
 
+# ── Muon's exact BF16 weights ──
+
+
+def trained_by_muon(moments: torch.dtype, weights: torch.dtype) -> dict[str, Tensor]:
+    """Return the FP32 masters after 20 steps. Gradients depend on the weights, rounded to BF16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((256, 128), (128, 384), (256, 256), (256, 128))
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to("cuda", weights))
+        for shape in shapes
+    ]
+    group = {"params": parameters, "momentum": 0.95, "lr_ratio": 1.0, "adjust_lr_fn": "original"}
+    updated_by_adamw = nn.Parameter(torch.zeros(1, device="cuda"))
+    updated_by_adamw.grad = torch.ones(1, device="cuda")
+    hidden = [Hidden(parameter, inputs=1) for parameter in parameters]
+    options = HYPER | {"lr": 1e-2, "moments": moments}
+    optimizer = Muon([{"params": [updated_by_adamw]}, group], hidden, **options)
+    for _ in range(20):
+        for parameter in parameters:
+            weight = parameter.detach()
+            rounded = split(weight)[0] if weights == torch.float32 else weight
+            noise = torch.randn(weight.shape, generator=generator).bfloat16().cuda()
+            parameter.grad = (rounded.sin() + noise).to(weights)
+        optimizer.step(clip_coefficient=torch.tensor(0.5, device="cuda"))
+    return {
+        f"{number}": master_of(parameter.detach(), optimizer.state[parameter].get("remainder"))
+        for number, parameter in enumerate(parameters)
+    }
+
+
 # ── Pairs ──
 
 
@@ -301,6 +333,15 @@ PAIRS |= {
         (torch.bfloat16, torch.bfloat16),
     ]
 }
+PAIRS |= {
+    f"exact BF16 weights by Muon with {moments}": Pair(
+        trained_by_muon,
+        {"moments": moments, "weights": torch.float32},
+        {"weights": torch.bfloat16},
+        deterministic=False,
+    )
+    for moments in (torch.float32, torch.bfloat16)
+}
 PAIRS["offloaded shards"] = Pair(sharded, {}, {"offload": "state"}, deterministic=False)
 
 
@@ -313,7 +354,7 @@ def test_both_trainings_have_the_same_bits(name: str, request: pytest.FixtureReq
     # One training ends before the other one begins, because Transformer Engine updates the
     # histories of all models together.
     expected = pair.train(**pair.options)
-    actual = pair.train(**pair.options, **pair.change)
+    actual = pair.train(**pair.options | pair.change)
     assert actual.keys() == expected.keys()
     different = {
         key: float((actual[key].double() - tensor.double()).norm() / tensor.double().norm())

@@ -13,20 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic
-from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import fuse
-from pretrain.precision.product import PrecisionContext
-from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import DEVICE, INTERPRETED
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
     inputs,
     losses_and_gradients,
+    packed,
     significant_parameters,
 )
 
@@ -37,28 +33,18 @@ train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 
 
 def assemble(
-    name: str, *, by_kernels: bool, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    arithmetic: type[Arithmetic] = Arithmetic,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PackedLanguageModel:
-    """Build a fused model with FP32 gradients. All models have the same weights, rounded to BF16.
-
-    Args:
-        name: Name of the architecture.
-        by_kernels: Use the Triton kernels instead of the formulas.
-        dtype: Dtype of weights, in which layers compute.
-    """
+    """Build a fused model that computes in `dtype`. All have the same weights, rounded to BF16."""
     config = ARCHITECTURES[name]
     depth = "n_layer" if "n_layer" in config else "num_hidden_layers"
     hf = build(config | {depth: LAYERS}, torch.float32, DEVICE)
-    model.round_weights(hf, torch.bfloat16)
-    model.round_weights(hf, dtype)
-    packed = PackedLanguageModel(
-        hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(dtype)
-    ).train()
-    implementation = KernelArithmetic if by_kernels else Arithmetic
-    packed.fused = fuse(decoder_layers(hf), {}, implementation(packed.context))
-    assert not packed.fused.left_out
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks)
-    return packed
+    round_weights(hf, torch.bfloat16)
+    round_weights(hf, dtype)
+    return packed(hf, dtype=dtype, arithmetic=arithmetic)
 
 
 def differences(
@@ -79,10 +65,10 @@ def error(parts: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_as_close_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
-    exact_losses, exact = train(assemble(name, by_kernels=False, dtype=torch.float32))
-    kernels = assemble(name, by_kernels=True)
+    exact_losses, exact = train(assemble(name, dtype=torch.float32))
+    kernels = assemble(name, KernelArithmetic)
     losses, gradients = train(kernels)
-    _, plain = train(assemble(name, by_kernels=False))
+    _, plain = train(assemble(name))
     assert losses == pytest.approx(exact_losses, rel=2e-3)
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)
     with torch.no_grad():

@@ -22,15 +22,13 @@ from foundation.units import GIB
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import graphs as graphs_module
-from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model.gradients import clear_main_gradients, gradient_of
 from pretrain.model.graphs import SPARE, MicrobatchGraphs
-from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, compute_microbatch, forward_backward
-from pretrain.model.wrapping import convert, fuse, wrap_layers
-from pretrain.precision.product import PrecisionContext
-from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCABULARY, build
+from pretrain.settings.recipe import LossSettings
+from tests.pretrain.conftest import active_in
+from tests.pretrain.model.fused import fused_models
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCABULARY
 
 # Numbers of documents in the packs of a microbatch. `cu_seqlens` has 16 or 32 entries.
 STEPS = [[3, 20, 4], [3, 4, 20], [20, 3, 20]]
@@ -109,16 +107,10 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def assemble(kind: str, penalty: str | None = None) -> PackedLanguageModel:
     """Build a fused model with FP32 weights that computes in BF16."""
-    config = ARCHITECTURES[kind]
-    hf = build(config)
-    context = PrecisionContext(torch.bfloat16)
     loss = LossSettings(chunk=32, penalty=penalty, penalty_weight=0.1 if penalty else None)
-    packed = PackedLanguageModel(hf, "packed_sdpa", loss, context).train()
-    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(context))
-    convert(hf, {}, context, packed.fused)
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks)
-    wrap_layers(packed, ModelSettings(config=config), cast_to=torch.bfloat16, compile_layers=False)
-    return packed
+    active = active_in("bf16", "torch")
+    options = {"weights": torch.float32, "loss": loss}
+    return fused_models.assemble(ARCHITECTURES[kind], active, fused=True, **options)
 
 
 def batches_of(documents: list[int], seed: int) -> StepBatches:

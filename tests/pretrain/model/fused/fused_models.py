@@ -17,8 +17,13 @@ from pretrain.model.configuration import load_config
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import fuse
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
+from pretrain.observe.audit import is_expected
+from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.product import PrecisionContext
+from pretrain.precision.scope import decide, is_called
+from pretrain.precision.selection import make_engines
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 LENGTH, VOCABULARY = 64, 97
@@ -111,17 +116,72 @@ def significant_parameters(gradients: Mapping[str, Tensor]) -> list[str]:
 
 
 def packed(
-    hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32
+    hf: PreTrainedModel,
+    *,
+    fused: bool = True,
+    dtype: torch.dtype = torch.float32,
+    arithmetic: type[Arithmetic] = Arithmetic,
 ) -> PackedLanguageModel:
     """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
     context = PrecisionContext(dtype)
     backend = hf.config._attn_implementation
     trained = PackedLanguageModel(hf, backend, LossSettings(chunk=64), context).train()
     if fused:
-        trained.fused = fuse(model.decoder_layers(hf), {}, Arithmetic(context))
+        trained.fused = fuse(model.decoder_layers(hf), {}, arithmetic(context))
         assert not trained.fused.left_out
         attach_main_gradients(trained, torch.float32, trained.fused.stacks)
     return trained
+
+
+def assemble(
+    config: dict[str, Any],
+    active: ActivePrecision,
+    *,
+    fused: bool,
+    device: str = "cpu",
+    weights: torch.dtype = torch.bfloat16,
+    backend: str = "packed_sdpa",
+    loss: LossSettings | None = None,
+    recompute: bool = False,
+    kernels: Any = None,
+) -> PackedLanguageModel:
+    """Build a model that computes in a precision, with FP32 gradients, as a run builds it.
+
+    `kernels` replace the Triton kernels of fused layers.
+    """
+    hf = build(config, torch.float32, device, backend)
+    model.round_weights(hf, weights)
+    layers = model.decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
+    engines = make_engines([active], torch.device(device))
+    context = PrecisionContext(torch.bfloat16, engines, active)
+    loss = loss or LossSettings(chunk=64)
+    trained = PackedLanguageModel(hf, backend, loss, context).train()
+    if fused:
+        arithmetic = choose_arithmetic(active, device, context)
+        if kernels is not None:
+            arithmetic.kernels = kernels
+        trained.fused = fuse(layers, {active.name: decisions}, arithmetic)
+        assert not trained.fused.left_out
+    convert(hf, decisions, context, trained.fused)
+    attach_main_gradients(trained, torch.float32, trained.fused.stacks if fused else ())
+    settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
+    cast_to = torch.bfloat16 if weights == torch.float32 else None
+    wrap_layers(trained, settings, cast_to=cast_to, compile_layers=False)
+    return trained
+
+
+def check_products(
+    observer: ProductObserver, active: ActivePrecision, keep: tuple[str, ...]
+) -> None:
+    """Assert that linears of the patterns `keep` compute in BF16, and all others in `active`."""
+    for linear, products in observer.products.items():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        if any(is_called(linear, pattern) for pattern in keep):
+            kinds = {kind for product in products for kind in (product.left, product.right)}
+            assert kinds == {"bfloat16"}, linear
+        else:
+            assert all(is_expected(product, active) for product in products), products
 
 
 def one_pass(trained: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:

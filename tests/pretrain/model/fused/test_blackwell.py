@@ -17,25 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas, rotary_kernel
-from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because
-from pretrain.observe.audit import audit_products, is_expected
+from pretrain.model.wrapping import not_fused_because
+from pretrain.observe.audit import audit_products
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.product import PrecisionContext, Probe
-from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_engines
+from pretrain.precision.product import Probe
+from pretrain.precision.scope import decide
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.served import served_weights
-from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import active_in, to_nearest
+from tests.pretrain.model.fused import fused_models
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
+    check_products,
     inputs,
     losses_and_gradients,
     significant_parameters,
@@ -48,6 +46,7 @@ ON_BLACKWELL = ("mxfp8", "nvfp4")
 # supported operands.
 ACTIVATION = SimpleNamespace(**vars(formulas) | {"supports": activation_kernel.supports})
 ROTARY = SimpleNamespace(**vars(formulas) | {"supports": rotary_kernel.supports})
+KERNELS = SimpleNamespace(norm=formulas, rotary=ROTARY, activation=ACTIVATION)
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -67,24 +66,11 @@ def assemble(
     active: ActivePrecision, *, fused: bool, kind: str = "qwen3", **changes: Any
 ) -> PackedLanguageModel:
     """Build a model. `changes` are changes of its configuration."""
-    sizes = {"vocab_size": 128, "tie_word_embeddings": False}
-    hf = build(ARCHITECTURES[kind] | (sizes if kind == "gpt2" else SIZES) | changes)
-    model.round_weights(hf, torch.bfloat16)
-    layers = decoder_layers(hf)
-    engines = make_engines([active], torch.device("cpu"))
-    context = PrecisionContext(torch.bfloat16, engines, active)
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
-    is_quantized = active.precision.quantized
-    decisions = decide(hf, list(layers.values()), active) if is_quantized else {}
+    sizes = {"vocab_size": 128, "tie_word_embeddings": False} if kind == "gpt2" else SIZES
     if fused:
         assert not_fused_because("auto", active, "cuda", torch.bfloat16) is None
-        arithmetic = choose_arithmetic(active, "cuda", context)
-        arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=ROTARY, activation=ACTIVATION)
-        packed.fused = fuse(layers, {active.name: decisions}, arithmetic)
-        assert not packed.fused.left_out
-    convert(hf, decisions, context, packed.fused)
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
-    return packed
+    config = ARCHITECTURES[kind] | sizes | changes
+    return fused_models.assemble(config, active, fused=fused, kernels=KERNELS)
 
 
 def train(packed: PackedLanguageModel) -> Trained:
@@ -159,13 +145,7 @@ def test_fused_layers_err_as_the_unfused_model_does(
         assert difference.norm() < errors[1] + 0.01 * exact[1][name].norm(), name
 
     assert observer.products.keys() >= packed.fused.members.keys()
-    for linear, products in observer.products.items():
-        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
-        if any(is_called(linear, pattern) for pattern in keep):
-            kinds = {kind for product in products for kind in (product.left, product.right)}
-            assert kinds == {"bfloat16"}, linear
-        else:
-            assert all(is_expected(product, active) for product in products), products
+    check_products(observer, active, keep)
     # The head is observed if it computes in low precision.
     assert ("lm_head" in observer.products) == ("lm_head" not in keep)
 

@@ -1,4 +1,4 @@
-"""Test `python -m pretrain which` on a GPU. Every training is a separate process."""
+"""Test `which` and `doctor` on a GPU. Every training of `which` is a separate process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from foundation.errors import InputError
 from lab.experiments import which, which_trainings
 from lab.experiments.matrix_run import launch_of
 from lab.experiments.which_trainings import WhichTrainings
+from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.transformer_engine import unavailable_because
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 from tests.gpu.conftest import needs
+from tests.pretrain.conftest import QUANTIZED
 
 # Program that imports the modules of the server, and writes the state of a fork to a file.
 SERVER = """
@@ -52,6 +55,11 @@ def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
     return write_recipe(recipe, tmp_path)
 
 
+def run_which(recipe: Path, folder: Path, *options: str) -> int:
+    command = [str(recipe), "--run_dir", str(folder), "--precisions", "bf16,delayed", *options]
+    return which.main(commands.read("which", command))
+
+
 def test_fork_server_imports_transformer_engine_and_does_not_use_cuda(tmp_path: Path) -> None:
     """CUDA does not work in the forks of a process that has used it."""
     state = tmp_path / "state"
@@ -68,18 +76,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
     needs("delayed")
     folder = tmp_path / "which"
-    command = [
-        str(recipe),
-        "--run_dir",
-        str(folder),
-        "--precisions",
-        "bf16,delayed",
-        "--steps",
-        "80",
-        "--hours",
-        "0.001",
-    ]
-    assert which.main(commands.read("which", command)) == 1
+    assert run_which(recipe, folder, "--steps", "80", "--hours", "0.001") == 1
     verdict = json.loads((folder / "verdict.json").read_text())
     assert list(verdict["protocol"]["seconds"]) == ["bf16", "delayed"]
     candidate = verdict["candidates"]["delayed"]
@@ -116,26 +113,24 @@ def test_forked_trainings_equal_launched_ones(
 
 def test_default_candidates_are_the_precisions_of_the_gpu() -> None:
     missing = missing_on("cuda")
-    available = [
-        name
-        for name, precision in PRECISIONS.items()
-        if precision.quantized and missing(precision) is None
-    ]
-    assert which.default_candidates("fp32") == [
-        "bf16",
-        *(available or ["delayed"]),
-        *(f"{name}+head" for name in available[:1]),
-    ]
+    available = [name for name in QUANTIZED if missing(PRECISIONS[name]) is None]
+    heads = [f"{name}+head" for name in available[:1]]
+    assert which.default_candidates("fp32") == ["bf16", *(available or ["delayed"]), *heads]
 
 
 def test_a_gpu_that_other_processes_use_is_refused(recipe: Path, tmp_path: Path) -> None:
     """This process holds 3 GiB of the GPU, which NVML reports."""
     held = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(InputError, match="other processes use"):
-        which.main(
-            commands.read(
-                "which",
-                [str(recipe), "--run_dir", str(tmp_path / "which"), "--precisions", "bf16,delayed"],
-            )
-        )
+        run_which(recipe, tmp_path / "which")
     del held
+
+
+def test_doctor_prints_engines_of_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    available = (name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))
+    precisions = ["bf16", "mxfp4", *available]
+    assert main(["doctor", "--precisions", ",".join(precisions)]) == 0
+    output = capsys.readouterr().out
+    assert all(f"\n{name}: " in output for name in precisions)
+    assert "Traceback" not in output
+    assert "\nmxfp4: emulation; it needs" in output
