@@ -16,10 +16,6 @@ from tests.pretrain.conftest import to_nearest
 from tests.pretrain.model.fused import fused_models
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, losses_and_gradients
 
-# Quantized precisions that Transformer Engine computes on some GPU.
-ON_TE = [
-    name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available
-]
 LENGTH = 256
 LARGER = {
     "hidden_size": 512,

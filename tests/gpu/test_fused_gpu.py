@@ -21,13 +21,16 @@ from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import Probe
 from pretrain.precision.scope import is_called
 from pretrain.run.served import served_weights
-from tests.gpu.assembled import LENGTH, ON_TE, active_of, assemble, larger, settings_of, train
+from tests.gpu.assembled import LENGTH, active_of, assemble, larger, settings_of, train
+from tests.pretrain.conftest import ON_TE
 from tests.pretrain.model.fused.fused_models import (
     build,
     check_products,
     inputs,
     significant_parameters,
 )
+
+pytestmark = pytest.mark.usefixtures("te")
 
 
 def cosines(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -36,11 +39,6 @@ def cosines(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
         name: F.cosine_similarity(actual[name].flatten(), expected[name].flatten(), dim=0).item()
         for name in significant_parameters(expected)
     }
-
-
-@pytest.fixture(autouse=True)
-def needs_transformer_engine() -> None:
-    pytest.importorskip("transformer_engine.pytorch")
 
 
 @pytest.mark.parametrize("recipe", ON_TE)

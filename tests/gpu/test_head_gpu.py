@@ -68,68 +68,55 @@ HIDDEN = 256
 VOCABULARY = 4112
 
 
-class Model:
-    """Linear followed by the head, both in low precision. The head is not the first layer."""
+Tensors = dict[str, Tensor]
 
-    def __init__(
-        self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any
-    ) -> None:
-        needs(recipe)
-        torch.manual_seed(0)
-        options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
-        self.engine = TransformerEngine(
-            active_in(recipe, "transformer_engine", **options), torch.device("cuda")
-        )
-        self.context = context_of(self.engine)
-        below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
-        self.below = LowPrecisionLinear(below, "below", self.context)
-        self.below.state.add(HIDDEN, HIDDEN)
-        linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
-        nn.init.normal_(linear.weight, std=0.2)
-        self.head = LossHead(linear, LossSettings(chunk=CHUNK), self.context, "head")
-        self.head.state.add(HIDDEN, VOCABULARY)
-        gemm = self.engine.gemms["head"]
-        if fused and not gemm.supports_fused_loss:
-            pytest.skip("GEMMs of this GPU need no transposed operands")
-        if not fused:  # Compute as all other layers do.
-            gemm.__class__ = type("UnfusedGemm", (type(gemm),), {"supports_fused_loss": False})
 
-    def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
-        """Return the loss and the gradients of one microbatch."""
+def train(
+    recipe: str, *, fused: bool, weights: torch.dtype, **options: Any
+) -> tuple[list[Tensors], list[Tensors]]:
+    """Train a linear and the head, both in low precision: two steps of two microbatches.
+
+    The head is not the first layer. Returns the losses and gradients of the microbatches, and the
+    state after each of them.
+    """
+    needs(recipe)
+    torch.manual_seed(0)
+    options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
+    active = active_in(recipe, "transformer_engine", **options)
+    engine = TransformerEngine(active, torch.device("cuda"))
+    context = context_of(engine)
+    linear = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
+    below = LowPrecisionLinear(linear, "below", context)
+    below.state.add(HIDDEN, HIDDEN)
+    linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
+    nn.init.normal_(linear.weight, std=0.2)
+    head = LossHead(linear, LossSettings(chunk=CHUNK), context, "head")
+    head.state.add(HIDDEN, VOCABULARY)
+    gemm = engine.gemms["head"]
+    if fused and not gemm.supports_fused_loss:
+        pytest.skip("GEMMs of this GPU need no transposed operands")
+    if not fused:  # Compute as all other layers do.
+        gemm.__class__ = type("UnfusedGemm", (type(gemm),), {"supports_fused_loss": False})
+    results = []
+    states = []
+    for number in range(4):
         generator = torch.Generator("cuda").manual_seed(number)
-        x = (
-            torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator)
-            .bfloat16()
-            .requires_grad_()
-        )
+        x = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
+        x.requires_grad_()
         labels = torch.randint(VOCABULARY, (TOKENS,), device="cuda", generator=generator)
         labels[::9] = IGNORE
-        self.context.first_microbatch = first
-        self.below.weight.grad = self.head.weight.grad = None
-        with self.context.forward(training=True):
-            loss = self.head(self.below(x), labels)
+        context.first_microbatch = number % 2 == 0
+        below.weight.grad = head.weight.grad = None
+        with context.forward(training=True):
+            loss = head(below(x), labels)
         (loss / TOKENS).backward()
-        return {
-            "loss": loss.detach(),
-            "x": x.grad,
-            "below": self.below.weight.grad,
-            "weight": self.head.weight.grad,
-        }
-
-    def run(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """Train two steps of two microbatches.
-
-        Returns the losses and gradients of the microbatches, and the state after each of them.
-        """
-        results = []
-        states = []
-        for number in range(4):
-            results.append(self.microbatch(number, first=number % 2 == 0))
-            states.append({name: tensor.clone() for name, tensor in self.engine.state().items()})
-            if number % 2:
-                with torch.no_grad():
-                    self.head.weight.mul_(1.01)
-        return results, states
+        gradients = {"x": x.grad, "below": below.weight.grad, "weight": head.weight.grad}
+        results.append({"loss": loss.detach()} | gradients)
+        states.append({name: tensor.clone() for name, tensor in engine.state().items()})
+        if number % 2:
+            with torch.no_grad():
+                head.weight.mul_(1.01)
+    return results, states
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
@@ -150,7 +137,7 @@ def test_the_fused_head_equals_separate_gemms_and_loss(
     fused gradient of the hidden states uses one scale per row, which keeps the labels' entries.
     """
     (fused_results, fused_states), (separate_results, separate_states) = (
-        Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False)
+        train(recipe, fused=fused, weights=weights, **options) for fused in (True, False)
     )
     for fused, separate in zip(fused_results, separate_results, strict=True):
         errors = {key: relative_error(fused[key], separate[key]) for key in fused}

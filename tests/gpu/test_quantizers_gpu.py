@@ -19,9 +19,8 @@ from pretrain.precision.emulation import EmulationEngine, Operand, multiply
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, blocks, tensor
 from pretrain.precision.settings import PRECISIONS
-from tests.gpu.assembled import ON_TE
 from tests.gpu.conftest import needs, te_dtype
-from tests.pretrain.conftest import active_in
+from tests.pretrain.conftest import ON_TE, active_in
 
 FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 INPUTS = ["ordinary", "fp32", "tiny", "with_nan", "with_infinity", "ragged"]

@@ -38,9 +38,9 @@ from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import OptimizerSettings
 from tests.conftest import write_packs
 from tests.golden.runs import tensors_of
-from tests.gpu.assembled import ON_TE, assemble, pack_of
+from tests.gpu.assembled import assemble, pack_of
 from tests.gpu.conftest import needs
-from tests.pretrain.conftest import on_a
+from tests.pretrain.conftest import ON_TE, on_a
 
 PACKS = 4
 # Steps that are observed in a run, and so have no graphs. The first ones fill the histories of

@@ -52,62 +52,40 @@ def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), (gradient * 1e-3).bfloat16()
 
 
-def parameters(bias: bool = True) -> list[Tensor]:
+def parameters() -> list[Tensor]:
+    """Draw a weight [OUT, IN] and a bias [OUT], in BF16."""
     generator = torch.Generator(DEVICE).manual_seed(99)
     weight = torch.randn(OUT, IN, device=DEVICE, generator=generator) * 0.05
-    values = [weight, torch.randn(OUT, device=DEVICE, generator=generator)] if bias else [weight]
-    return [value.bfloat16().requires_grad_() for value in values]
-
-
-def microbatch(
-    linear: LinearState,
-    x: Tensor,
-    gradient: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    first: bool,
-) -> dict[str, Tensor]:
-    """Return the output and the gradients of one forward and backward."""
-    x = x.clone().requires_grad_()
-    inputs = [x, weight] if bias is None else [x, weight, bias]
-    context = linear.context
-    with context.engine.forward(), overridden(context, first_microbatch=first):
-        y = linear(*inputs)
-    for tensor in inputs:
-        tensor.grad = None
-    y.backward(gradient)
-    return {"y": y.detach()} | dict(
-        zip(("dx", "dw", "db"), [tensor.grad.clone() for tensor in inputs], strict=False)
-    )
-
-
-def snapshot(engine: GemmEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.state().items()}
-
-
-def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Return the names of tensors that are not bit-equal."""
-    assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
-    return [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    bias = torch.randn(OUT, device=DEVICE, generator=generator)
+    return [value.bfloat16().requires_grad_() for value in (weight, bias)]
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_equal_the_emulation(recipe: str, bias: bool) -> None:
     """Only the order of sums differs."""
     options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
-    weight, *rest = parameters(bias)
+    weight, *rest = parameters()[: 1 + bias]
     limits = {"y": FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION}
     linears = [
         linear_of(make(engine_class, recipe, **options), IN, OUT, bias=bias)
         for engine_class in (TransformerEngine, EmulationEngine)
     ]
+
+    def microbatch(linear: LinearState) -> dict[str, Tensor]:
+        """Return the output and the gradients of one forward and backward."""
+        leaves = [x.clone().requires_grad_(), weight, *rest]
+        with linear.context.engine.forward(), overridden(linear.context, first_microbatch=first):
+            y = linear(*leaves)
+        for leaf in leaves:
+            leaf.grad = None
+        y.backward(gradient)
+        results = (y.detach(), *(leaf.grad for leaf in leaves))
+        return dict(zip(("y", "dx", "dw", "db"), results, strict=False))
+
     for step in range(2):
         for first in (True, False, False):
             x, gradient = operands(step * 2 + first)
-            results, expected = (
-                microbatch(linear, x, gradient, weight, rest[0] if rest else None, first)
-                for linear in linears
-            )
+            results, expected = map(microbatch, linears)
             for key, value in results.items():
                 error = relative_error(value, expected[key])
                 assert error < limits.get(key, SPLIT_ACCUMULATION), (step, first, key, error)
@@ -152,17 +130,20 @@ def test_delayed_histories_and_scales_equal_the_emulations_bits(options: dict[st
     for engine_class in (TransformerEngine, EmulationEngine):
         engine = make(engine_class, needs("delayed"), amax_history_len=3, **options)
         linears = [linear_of(engine, IN, OUT, name=name, bias=True) for name in ("p", "q")]
-        snapshots = []
+        snapshots = {}
         for number in range(5):  # The history has three entries.
             x, gradient = operands(number, scale=2.0**-number)
             with engine.forward():
                 for linear in linears:
                     linear.context.first_microbatch = number % 2 == 0
                 y = sum(linear(x, weight, bias) for linear in linears)
-            snapshots.append(snapshot(engine))
-            y.backward(gradient)
-            snapshots.append(snapshot(engine))
+            for when in ("forward", "backward"):
+                if when == "backward":
+                    y.backward(gradient)
+                for name, tensor in engine.state().items():
+                    snapshots[f"{name} after {when} {number}"] = tensor.clone()
         states.append(snapshots)
-    for index, (state, emulated) in enumerate(zip(*states, strict=True)):
-        when = f"{'backward' if index % 2 else 'forward'} of microbatch {index // 2}"
-        assert not differing(state, emulated), (when, state, emulated)
+    by_library, emulated = states
+    assert by_library.keys() == emulated.keys()
+    different = [name for name in emulated if not torch.equal(by_library[name], emulated[name])]
+    assert different == []

@@ -26,6 +26,8 @@ from pretrain.precision.settings import (
 )
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+# Quantized precisions that Transformer Engine computes on some GPU.
+ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
 
 def active_in(precision: str, engine: str = "emulation", **fp8_config: Any) -> ActivePrecision:

@@ -16,9 +16,7 @@ from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings
 from tests.conftest import ROOT
-from tests.pretrain.conftest import QUANTIZED
-
-ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
+from tests.pretrain.conftest import ON_TE, QUANTIZED
 
 # ── Precisions ─────────────────────────────────────────────────────────────────────────
 

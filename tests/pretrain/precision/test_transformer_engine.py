@@ -19,9 +19,8 @@ import torch
 from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, configured
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
-from tests.pretrain.conftest import QUANTIZED
+from tests.pretrain.conftest import ON_TE
 
-ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 NVFP4_GRADIENTS = (
     "fp4_quant_bwd_grad.random_hadamard_transform",
     "fp4_quant_bwd_grad.stochastic_rounding",
