@@ -254,7 +254,8 @@ class Bench:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]
             worker = ["benchmarks.speed.libraries.worker", str(entry.module)]
-            measured = self.worker([*worker, *options, *settings.overrides], environment)
+            overrides = [*settings.overrides, *entry.overrides]
+            measured = self.worker([*worker, *options, *overrides], environment)
             measured |= {"microbatch": microbatch, "microbatches_that_did_not_fit": [*tried]}
             if measured["status"] != "out of memory" or microbatch == 1:
                 return measured

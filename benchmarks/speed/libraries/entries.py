@@ -1,6 +1,7 @@
 """The ways to compare, by name.
 
-Ways of the launcher are overrides of its recipe. Other ways are modules of this folder.
+Ways of the launcher are overrides of its recipe. Other ways are modules of this folder; those of
+`pretrain.api` also have overrides.
 """
 
 from __future__ import annotations
@@ -70,6 +71,18 @@ def other(
     return Entry(name, label, precision, weights, module=module, packs=packs)
 
 
+def library(name: str, precision: str, *overrides: str) -> Entry:
+    """Return a way that uses `pretrain.api` in a plain loop."""
+    return Entry(
+        name,
+        f"pretrain.api, {precision}, plain loop",
+        precision,
+        "bf16_exact",
+        module="benchmarks.speed.libraries.pretrain_api",
+        overrides=(f"precision={precision}", *overrides),
+    )
+
+
 def ours(variants: Mapping[str, str]) -> tuple[Entry, ...]:
     """Return the ways of the launcher. `variants` has their overrides by name."""
     entries = []
@@ -103,6 +116,12 @@ OTHERS = (
         "current",
         "bf16",
     ),
+)
+
+LIBRARY = (
+    library("api_current", "current"),
+    library("api_delayed", "delayed"),
+    library("api_delayed_head", "delayed", "fp8_config.scope=linear+head"),
 )
 
 EXACT = "precision=delayed weights=bf16_exact"
@@ -153,10 +172,10 @@ OURS_TINY = {"fp32": "precision=fp32 weights=fp32"}
 GPU = Path("accelerate_configs/bf16.yaml")
 CPU = Path("accelerate_configs/cpu.yaml")
 MODELS = {
-    "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *ours(OURS))),
+    "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *LIBRARY, *ours(OURS))),
     "llama_8b": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B)),
     "llama_8b_whole": Model(
         Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B), whole_documents=True
     ),
-    "tiny": Model(Path("benchmarks/tiny.yaml"), CPU, (*OTHERS, *ours(OURS_TINY))),
+    "tiny": Model(Path("benchmarks/tiny.yaml"), CPU, (*OTHERS, *LIBRARY, *ours(OURS_TINY))),
 }

@@ -30,7 +30,11 @@ from pretrain.settings.recipe import Recipe
 
 @dataclass(frozen=True)
 class Task:
-    """A model to train. `weights` is "fp32" (with BF16 autocast) or "bf16" (BF16 parameters)."""
+    """A model to train.
+
+    `weights` is "fp32" (with BF16 autocast), "bf16" (BF16 parameters) or "bf16_exact" (BF16
+    parameters whose optimizer keeps the remainders).
+    """
 
     recipe: Recipe
     device: torch.device

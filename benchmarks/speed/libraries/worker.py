@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--weights", choices=("fp32", "bf16", "bf16_exact"), default="fp32")
     parser.add_argument("--microbatch", type=int, required=True, help="packs in one forward pass")
     parser.add_argument("--steps", type=int, required=True)
     return parser.parse_intermixed_args()

@@ -1,0 +1,44 @@
+"""`pretrain.api` in a plain loop: low-precision linears and exact BF16 weights, not compiled.
+
+The precision is the recipe's. Norms, activations and the loss are those of transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.speed.libraries.task import Task, Way, hugging_face_loss
+from packing.batch import Microbatch
+from pretrain.api import convert, exact_adamw
+
+
+def obstacle(device: torch.device) -> str | None:
+    return None
+
+
+def build(task: Task) -> Way:
+    hf = task.hugging_face_model()
+    precision = task.recipe.precision
+    inputs = task.inputs(first_microbatch(task))
+    inputs["shift_labels"] = inputs["labels"]
+    convert(
+        hf,
+        precision,
+        scope=task.recipe.fp8_config.scope,
+        calibrate_on=inputs if precision == "delayed" else None,
+    )
+    settings = task.recipe.optimizer
+    optimizer = exact_adamw(
+        hf,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    return Way(hf, optimizer, hugging_face_loss(task, hf))
+
+
+def first_microbatch(task: Task) -> Microbatch:
+    """Return one pack of the training, from which delayed scaling chooses its first scales."""
+    with task.batches(1).steps(0, 1) as batches:
+        return next(iter(batches.take().microbatches))
