@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PWD/.venv/bin:$PATH
 
-prompt="The most important thing about plants is"
+prompt=${PROMPT:-The most important thing about plants is}
 run=runs/speedrun
 file=sample/10BT/000_00000.parquet
 if [ -z "${TEXT:-}" ]; then
