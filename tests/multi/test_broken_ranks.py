@@ -19,9 +19,9 @@ from torch import Tensor
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
 from pretrain.model.gradients import local_part
-from tests.pretrain.verify import sharding_faults, update_faults
+from tests.pretrain.verify import faults, sharding_faults
+from tests.pretrain.verify.patched_faults import after_update
 from tests.pretrain.verify.small_runs import SmallRun, build_run
-from tests.pretrain.verify.update_faults import after_update
 from tests.ranks import start_ranks
 
 
@@ -52,16 +52,25 @@ FAULTS = {
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
 }
-# Faults of tests/pretrain/verify/update_faults.py that a topology could hide.
+# Faults of the update in tests/pretrain/verify that a topology could hide.
 OF_UPDATES = {
-    "ddp": ("last_microbatch_dropped", "sums_in_bf16", "tenth_stays"),
-    "zero": ("not_clipped", "no_bias_correction", "low_bits_dropped", "moments_in_bf16"),
+    "ddp": (
+        "the last microbatch of a step is dropped",
+        "gradients are accumulated in BF16, not in FP32",
+        "a tenth of each gradient remains after a step",
+    ),
+    "zero": (
+        "the norm is not clipped",
+        "the second moment is not corrected for bias",
+        "an exact weight's low bits are dropped",
+        "moments are BF16, not FP32",
+    ),
     "fsdp2": (
-        "one_weight_never_updated",
-        "norms_decay",
-        "stale_copy",
-        "sums_rounded_to_bf16",
-        "not_cleared",
+        "one weight is never updated",
+        "the weights of norms decay",
+        "a weight's cached copy is stale in every second step",
+        "FP32 gradient sums are rounded to BF16",
+        "gradients are not cleared after a step",
     ),
 }
 ALWAYS = {
@@ -98,7 +107,7 @@ def find_faults_of_updates() -> None:
     """Inject faults of the update in this rank and print the messages that halt training."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     messages = {}
-    updates = ALWAYS | {name: getattr(update_faults, name) for name in sys.argv[1:]}
+    updates = ALWAYS | {fault.what: fault.make for fault in faults.FAULTS if fault.what in sys.argv}
     histories: list[Tensor] = []
     for what, make in updates.items():
         run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact", histories=histories)

@@ -13,20 +13,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from pretrain.metrics.health import TrainingHalted
-from pretrain.observe.update_check import one_of_each_shape
+from pretrain.observe.update_check import VALUES, one_of_each_shape, some_values
 from pretrain.optimizer import muon
 from pretrain.optimizer.muon import Hidden
-from tests.pretrain.verify.faults import Fault
+from tests.pretrain.verify.faults import PENALIZED, Fault
 from tests.pretrain.verify.mutations import FAULTS
-from tests.pretrain.verify.small_runs import (
-    CLIP,
-    LENGTH,
-    MIXTURES,
-    SmallRun,
-    build_run,
-    step_of,
-)
-from tests.pretrain.verify.update_faults import PENALIZED
+from tests.pretrain.verify.small_runs import CLIP, LENGTH, MIXTURES, SmallRun, build_run, step_of
 
 # Expected messages by fault
 LINES = {
@@ -82,9 +74,7 @@ def build(accelerator: Accelerator) -> Callable[..., SmallRun]:
         pytest.param("bf16_exact", "qwen3_moe", {"optimizer": "muon"}, marks=pytest.mark.nightly),
     ],
 )
-def test_a_correct_update_passes(
-    weights: str, kind: str, options: dict, build: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_correct_update_passes(weights, kind, options, build, monkeypatch):
     if "loss" in options:
         balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
         monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
@@ -145,9 +135,7 @@ def test_a_wrong_setting_of_muon_is_named(key: str, line: str, build: Callable) 
 @pytest.mark.parametrize(
     ("sides", "name"), [((256, 128), "(gate|up)_proj"), ((128, 256), "down_proj")]
 )
-def test_a_wrong_scale_of_one_shape_is_named_in_the_first_step(
-    sides: tuple[int, int], name: str, build: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_scale_of_one_shape_is_named_in_the_first_step(sides, name, build, monkeypatch):
     scale = muon.SCALES["match_rms_adamw"]
     wrong = {"match_rms_adamw": lambda *shape: scale(*shape) * (2 if shape == sides else 1)}
     monkeypatch.setattr(muon, "SCALES", wrong)
@@ -155,15 +143,15 @@ def test_a_wrong_scale_of_one_shape_is_named_in_the_first_step(
         build(optimizer="muon").train()
 
 
-def test_another_order_of_roundings_in_muon_passes(
-    build: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_order_of_roundings_in_muon_passes(build, monkeypatch):
     exact = muon.orthogonalize
     monkeypatch.setattr(muon, "orthogonalize", lambda matrices: exact(1.05 * matrices))
     build(kind="qwen3_moe", optimizer="muon").train()
 
 
-def test_later_checks_compare_every_matrix() -> None:
+def test_later_checks_compare_every_value_and_every_matrix() -> None:
+    values = torch.arange(3 * VALUES)
+    assert torch.cat([some_values(values, updates) for updates in range(3)]).unique().equal(values)
     shapes = [(8, 8)] * 12 + [(24, 8)] * 12 + [(8, 32)] * 12
     hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), 1) for shape in shapes]
     checked = [one_of_each_shape(hidden, updates) for updates in range(0, 10_000, 100)]

@@ -1,44 +1,40 @@
 """Deliberate faults in a small run, which the audit and parity have to catch.
 
 Every fault reproduces a mistake that happened in some training code. A fault is entered around a
-run that has been built and undone on exit. `applies` says whether a run can have the fault.
+run that has been built and undone on exit. `applies` says whether a run can have the fault. Most
+faults replace a text in the source of a module, and others patch the run.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from inspect import getattr_static
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from foundation.overrides import overridden
-from packing.arrow import IGNORE
-from packing.batch import build_microbatch
-from pretrain.model import attention
-from pretrain.model.fused import arithmetic
-from pretrain.model.gradients import gradient_of
+from foundation.errors import InputError
+from pretrain.metrics.health import TrainingHalted
+from pretrain.model import attention, gradients, packed
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation, gemm
-from pretrain.precision.emulation import Operand
-from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.product import LinearState
-from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
+from pretrain.optimizer import adamw, muon
+from pretrain.precision import delayed_state, emulation, gemm, product
+from pretrain.precision.formats import definition
+from pretrain.precision.quantizers import blocks, tensor
+from pretrain.run import evaluate
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify import parity
-from tests.pretrain.verify.small_runs import LENGTH, SmallRun
+from tests.pretrain.verify.small_runs import SmallRun
 
 Patch = pytest.MonkeyPatch
 Make = Callable[[SmallRun, Patch], None]  # changes a run or patches the code behind it
-Inputs = dict[str, Any]
-Change = Callable[[Tensor], Tensor]
+Applies = Callable[[SmallRun], bool]
+PENALIZED = LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Fault:
 
     what: str
     make: Make
-    applies: Callable[[SmallRun], bool]
+    applies: Applies
     weights: Sequence[str]
     options: Mapping[str, Any]
 
@@ -68,51 +64,176 @@ class Fault:
             yield
 
 
+def caught_by(
+    run: SmallRun,
+    fault: Fault | None = None,
+    *,
+    confirms: bool = True,
+    anywhere: Callable[[bool], bool] = bool,
+) -> tuple[str, ...]:
+    """Return which of "audit", "parity" and "update" reject the run.
+
+    If the audit and parity accept the run, it trains two steps, which the update check or the audit
+    may reject. ("torch",) means that torch's activation checkpointing rejected the recomputation,
+    and ("guard",) that a product refused to read a freed weight.
+
+    confirms: True if the audit includes the gradients of two steps.
+    anywhere: Returns True if its argument is true on any rank. All ranks run the same checks.
+    """
+    objecting = []
+    entries = []
+
+    def check(name: str, objects: Callable[[], object]) -> None:
+        try:
+            is_rejected = bool(objects())
+        except InputError as error:
+            is_rejected = True
+            name = name if isinstance(error, TrainingHalted) else "audit"
+        if anywhere(is_rejected):
+            objecting.append(name)
+
+    def audit() -> None:
+        entries.extend(run.audit())
+        if confirms:
+            run.confirm(entries)
+
+    with fault.entered(run) if fault else nullcontext():
+        try:
+            check("audit", audit)
+        # A recomputation whose tensors differ from the first pass in number or shape.
+        except (RuntimeError, IndexError) as error:
+            if "reads a gathered weight that was freed" in str(error):
+                return ("guard",)
+            if not (fault and "recompute" in fault.options):
+                raise
+            return ("torch",)
+        check("parity", lambda: run.parity().failures)
+        if not objecting:
+            check("update", lambda: run.train(entries))
+    return tuple(objecting)
+
+
 FAULTS: list[Fault] = []
 
 
 def fault(
     what: str,
-    applies: Callable[[SmallRun], bool] = lambda run: True,
+    applies: Applies = lambda run: True,
     *,
     weights: Sequence[str] = ("fp32",),
+    registry: list[Fault] = FAULTS,
     **options: Any,
 ) -> Callable[[Make], Make]:
-    """Return a decorator that appends a fault to `FAULTS`."""
+    """Return a decorator that appends a fault to `registry`."""
 
     def register(make: Make) -> Make:
-        FAULTS.append(Fault(what, make, applies, weights, options))
+        registry.append(Fault(what, make, applies, weights, options))
         return make
 
     return register
+
+
+def faults_in(
+    module: ModuleType, applies: Applies = lambda run: True, *, after: str = "", **options: Any
+) -> Callable[[str], None]:
+    """Return a function that appends faults in the source of a module, by their diffs.
+
+    A diff has the name of a fault in one line. A line of the source, which occurs once, and its
+    replacement follow, with "- " and "+ " in front. A replacement without a line is inserted behind
+    the line `after`.
+    """
+
+    def register(diffs: str) -> None:
+        for diff in re.split(r"\n(?![-+])", diffs.strip()):
+            what, *lines = diff.split("\n")
+            edits = [] if lines[0].startswith("-") else [(after, [after])]
+            for line in lines:
+                if line.startswith("-"):
+                    edits.append((line[2:], []))
+                else:
+                    edits[-1][1].append(line[2:])
+            fault(what, applies, **options)(replacing(module, edits))
+
+    return register
+
+
+Edits = Sequence[tuple[str, Sequence[str]]]
+
+
+def replacing(module: ModuleType, edits: Edits) -> Make:
+    """Return a fault that replaces lines in the source of a module, see `replace_lines`."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        replace_lines(module, edits, patch)
+        forget_quantizers(run)
+
+    return make
+
+
+def replace_lines(module: ModuleType, edits: Edits, patch: Patch) -> None:
+    """Give the functions of a module the code of its source with replaced lines.
+
+    edits: a line of the source, which occurs once, and the lines that replace it.
+    """
+    source = inspect.getsource(module).split("\n")
+    for old, new in edits:
+        (place,) = (number for number, line in enumerate(source) if line.strip() == old)
+        indent = source[place].removesuffix(old)
+        source[place] = "\n".join(indent + line for line in new or ["pass"])
+    changed = compile("\n".join(source), str(module.__file__), "exec")
+    codes = {code.co_qualname: code for code in codes_in(changed)}
+    for function in functions_in(module, module):
+        patch.setattr(function, "__code__", codes[function.__qualname__])
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the codes of all functions and classes in `code`."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from codes_in(constant)
+
+
+def functions_in(owner: Any, module: ModuleType) -> Iterator[FunctionType]:
+    """Yield the functions and methods in the source of `module` that `owner` has."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield from functions_in(value, module)
+        for attribute in ("__func__", "fget", "func"):
+            value = getattr(value, attribute, value)
+        function = inspect.unwrap(value) if callable(value) else None
+        if isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__:
+            yield function
 
 
 def patching(owner: Any, name: str) -> Callable[[Callable[..., Any]], Make]:
     """Return a decorator for the replacement of the function `owner.name`.
 
     The decorated function is called with the run, the replaced function and the arguments of a
-    call. `owner` may be a tuple of owners, or a function that returns the owner in a run.
+    call. `owner` may be a function that returns the owner in a run.
     """
 
     def decorate(change: Callable[..., Any]) -> Make:
         def make(run: SmallRun, patch: Patch) -> None:
-            found = owner(run) if isinstance(owner, FunctionType) else owner
-            for target in found if isinstance(found, tuple) else (found,):
-                static = isinstance(getattr_static(target, name), staticmethod)
-                patch.setattr(target, name, wrapped(run, getattr(target, name), static))
-            # The emulation caches functions that quantize.
-            if emulated(run):
-                run.packed.context.engine.preparation.cache_clear()
+            target = owner(run) if isinstance(owner, FunctionType) else owner
+            real = getattr(target, name)
 
-        def wrapped(run: SmallRun, real: Callable[..., Any], static: bool) -> Any:
             def changed(*args: Any, **options: Any) -> Any:
                 return change(run, real, *args, **options)
 
-            return staticmethod(changed) if static else changed
+            is_static = isinstance(getattr_static(target, name), staticmethod)
+            patch.setattr(target, name, staticmethod(changed) if is_static else changed)
+            forget_quantizers(run)
 
         return make
 
     return decorate
+
+
+def forget_quantizers(run: SmallRun) -> None:
+    """Forget the functions that quantize, which the emulation caches."""
+    if emulated(run):
+        run.packed.context.engine.preparation.cache_clear()
 
 
 def quantized(run: SmallRun) -> bool:
@@ -127,8 +248,23 @@ def in_blocks(run: SmallRun) -> bool:
     return emulated(run) and run.active.precision.block_scaled
 
 
+def scaled_by_blocks_only(run: SmallRun) -> bool:
+    return in_blocks(run) and not run.active.precision.tensor_scaled
+
+
+def scaled_by_tensors(run: SmallRun) -> bool:
+    return emulated(run) and run.active.precision.tensor_scaled
+
+
 def delayed(run: SmallRun) -> bool:
     return emulated(run) and run.active.precision.keeps_history
+
+
+def in_bf16_on_a_cpu(run: SmallRun) -> bool:
+    """Return whether the run computes in BF16 on a CPU. A GPU's kernel splits weights itself."""
+    return (
+        run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
+    )
 
 
 def transforms(run: SmallRun) -> bool:
@@ -141,582 +277,355 @@ def stochastic(run: SmallRun) -> bool:
 
 # ── Inputs of the model ─────────────────────────────────────────────────────────────────
 
-
-def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
-    """Return a fault that updates the keyword arguments of the model's forward with `change`."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        run.packed.register_forward_pre_hook(
-            lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True
-        )
-
-    return make
-
-
-@fault("documents of a pack attend to each other")
-@changing_inputs
-def documents_leak(inputs: Inputs) -> Inputs:
-    ids = inputs["input_ids"]
-    return {
-        "cu_seqlens": torch.arange(
-            0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device
-        )
-    }
-
-
-@fault("every second boundary between documents is lost")
-@changing_inputs
-def boundaries_lost(inputs: Inputs) -> Inputs:
-    ends = inputs["cu_seqlens"].unique()
-    return {"cu_seqlens": torch.cat([ends[:-1:2], ends[-1:]]).to(torch.int32)}
-
-
-@fault("targets cross the boundaries of documents")
-def targets_cross(run: SmallRun, patch: Patch) -> None:
-    size = len(run.packs) // len(run.step.microbatches)
-    groups = [run.packs[at : at + size] for at in range(0, len(run.packs), size)]
-    run.step = replace(
-        run.step, microbatches=[build_microbatch(group, mask_boundaries=False) for group in groups]
-    )
-
-
-@fault("a document's last token is trained to predict the next document's first")
-@changing_inputs
-def labels_shifted_again(inputs: Inputs) -> Inputs:
-    labels, ids = inputs["labels"], inputs["input_ids"]
-    # A token without label whose predecessor has one is the last of its document.
-    after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)
-    return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
-
-
-fault("labels are shifted twice")(
-    changing_inputs(lambda inputs: {"labels": inputs["labels"].roll(-1, 1)})
-)
-
-
-@fault("positions continue across the documents of a pack")
-@changing_inputs
-def positions_run_on(inputs: Inputs) -> Inputs:
-    # RoPE depends on differences of positions only, so that a constant offset would change nothing.
-    # Halving the positions changes the differences too.
-    ids = inputs["input_ids"]
-    return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None] % LENGTH // 2}
-
-
-@fault("the tokens at a microbatch's end are dropped")
-@changing_inputs
-def tokens_dropped(inputs: Inputs) -> Inputs:
-    labels = inputs["labels"].clone()
-    labels[:, -labels.shape[1] // 2 :] = IGNORE
-    return {"labels": labels}
-
-
-@fault("one pack is trained twice and another is skipped")
-def pack_twice(run: SmallRun, patch: Patch) -> None:
-    first, _, *rest = run.step.microbatches
-    run.step = replace(run.step, microbatches=[first, first, *rest])
-
-
-@fault("the labels of a step's third microbatch are shifted twice")
-def third_microbatch_shifted(run: SmallRun, patch: Patch) -> None:
-    first, second, third, *rest = run.step.microbatches
-    third = replace(third, labels=third.labels.roll(-1, 1))
-    run.step = replace(run.step, microbatches=[first, second, third, *rest])
-
-
-# ── The model ───────────────────────────────────────────────────────────────────────────
-
-
-@fault(
-    "the head comes untied from the embedding", lambda run: run.packed.hf.config.tie_word_embeddings
-)
-def head_untied(run: SmallRun, patch: Patch) -> None:
-    head = run.packed.hf.get_output_embeddings()
-    patch.setattr(head, "weight", nn.Parameter(head.weight.detach().clone()))
-
-
-@fault(
-    "attention scores have the wrong scale",
-    lambda run: hasattr(next(iter(run.layers)), "self_attn"),
-)
-def attention_scale(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(run.layers[0].self_attn, "scaling", run.layers[0].self_attn.scaling / 2)
-
-
-def in_torch(run: SmallRun) -> bool:
-    """Return whether the run has fused layers that use torch operations."""
-    return run.packed.fused is not None and not isinstance(
-        run.packed.fused.arithmetic, arithmetic.TransformerEngineArithmetic
-    )
-
-
-def rotates(run: SmallRun) -> bool:
-    return hasattr(run.packed.hf.base_model, "rotary_emb")
-
-
-@fault("one layer uses another RoPE base", rotates)
-def another_base(run: SmallRun, patch: Patch) -> None:
-    forward = run.layers[1].forward
-    config = run.packed.hf.config
-    half = config.head_dim // 2
-    frequencies = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
-
-    def rotated(
-        hidden: Tensor,
-        *args: Any,
-        position_ids: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        **options: Any,
-    ) -> Any:
-        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
-        tables = tuple(
-            table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin())
-        )
-        return forward(
-            hidden, *args, position_ids=position_ids, position_embeddings=tables, **options
-        )
-
-    patch.setattr(run.layers[1], "forward", rotated)
-
-
-@fault("a token does not attend to itself")
-@patching(attention, "document_mask")
-def blind_to_itself(run: SmallRun, real: Any, ends: Tensor, length: int, tokens: int) -> Tensor:
-    mask = real(ends, length, tokens)
-    # A document's first token keeps itself. It has nothing else to attend to.
-    first = mask.sum(-1, keepdim=True) == 1
-    return mask & (first | ~torch.eye(length, dtype=torch.bool, device=mask.device))
-
-
-@fault("no token attends further back than half a pack")
-@patching(attention, "document_mask")
-def half_of_the_keys(run: SmallRun, real: Any, *documents: Any) -> Tensor:
-    return real(*documents).triu(1 - LENGTH // 2)
-
-
-@fault("positions restart at half a pack")
-@changing_inputs
-def positions_wrap(inputs: Inputs) -> Inputs:
-    return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
-
-
-def changing_kernel(change: Callable[..., Any]) -> Make:
-    """Return a fault that calls `change(kernel, *arguments)` instead of the attention kernel."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        kernels = AttentionInterface._global_mapping
-        patch.setitem(kernels, "packed_sdpa", partial(change, kernels["packed_sdpa"]))
-
-    return make
-
-
-def changing_window(change: Callable[[int | None], int | None]) -> Make:
-    """Change the sliding window of the attention kernel. None means full attention."""
-    return changing_kernel(
-        lambda kernel, *states, sliding_window, **options: kernel(
-            *states, sliding_window=change(sliding_window), **options
-        )
-    )
-
-
-fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
-fault("the sliding window is one key too wide", kind="mistral")(
-    changing_window(lambda window: window and window + 1)
-)
-
-
-@fault("the second norm of a fused layer uses the first norm's weight", in_torch)
-@patching(arithmetic.Arithmetic, "norm")
-def norms_swapped(run: SmallRun, real: Any, self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
-    layers = run.packed.fused.layers.values()
-    first_norms = {layer.parts.norms[1]: layer.parts.norms[0] for layer in layers}
-    return real(self, x, first_norms.get(norm, norm), *rest)
-
-
-@fault("the residual's gradient is lost in backward", in_torch)
-@patching(arithmetic.Arithmetic, "norm_backward")
-def residual_lost(run: SmallRun, real: Any, *inputs: Any, residual: Tensor, **options: Any) -> Any:
-    is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].parts.norms[1]
-    return real(*inputs, residual=residual * (not is_last), **options)
-
-
-@fault("one layer is skipped")
-def layer_skipped(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(run.layers[-1], "forward", lambda hidden, *args, **kwargs: hidden)
-
-
-# ── Gradients and their accumulation ────────────────────────────────────────────────────
-
-
-def changing_loss(change: Callable[[SmallRun, Tensor, Inputs], Tensor]) -> Make:
-    """Return a fault that replaces the loss of a forward by `change(run, loss, inputs)`."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        run.packed.register_forward_hook(
-            lambda module, args, inputs, loss: change(run, loss, inputs), with_kwargs=True
-        )
-
-    return make
-
-
-fault("the gradient is halved")(changing_loss(lambda run, loss, _: loss / 2 + loss.detach() / 2))
-
-
-@fault("the loss is averaged over microbatches, not over tokens")
-@changing_loss
-def averaged_over_microbatches(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
-    valid = (inputs["labels"] != IGNORE).sum().clamp(min=1)
-    return loss / valid * run.step.valid_tokens / len(run.step.microbatches)
-
-
-@fault("a microbatch's gradient is lost")
-@changing_loss
-def microbatch_lost(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
-    return loss if run.packed.context.first_microbatch else loss.detach() + loss * 0
-
-
-@fault("the head's gradient contains only the last chunk of tokens")
-@patching(loss_head, "add_product_")
-def last_chunk_alone(run: SmallRun, real: Any, *product: Tensor, overwrite: bool = False) -> None:
-    real(*product, overwrite=True)
-
-
-def changing_gradient_of_logits(change: Callable[[Tensor, Tensor], object]) -> Make:
-    """Return a fault that changes the gradient of the logits in place, after the losses."""
-
-    @patching(loss_head, "token_losses")
-    def make(
-        run: SmallRun,
-        real: Any,
-        logits: Tensor,
-        labels: Tensor,
-        penalty: Any = None,
-        *,
-        with_gradient: bool,
-    ) -> Tensor:
-        losses = real(logits.clone(), labels, penalty, with_gradient=with_gradient)
-        if with_gradient:
-            change(logits, labels)
-        return losses
-
-    return make
-
-
-@fault(
-    "the penalty's gradient is lost",
-    loss=LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1),
-)
-@changing_gradient_of_logits
-def without_penalty(logits: Tensor, labels: Tensor) -> None:
-    loss_head.Penalty().gradient_(logits, labels)
-
-
-@fault("the logits' gradient contains only the label's term")
-@changing_gradient_of_logits
-def label_alone(logits: Tensor, labels: Tensor) -> None:
-    logits.zero_()
-    (rows,) = (labels != IGNORE).nonzero(as_tuple=True)
-    logits[rows, labels[rows]] = -1
-
-
-def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
-    """Return a fault that changes gradients in place after the passes of a step.
-
-    It changes the gradients of the second layer's parameters whose names end in `name`.
-    """
-
-    @patching(parity, "forward_backward")
-    def make(run: SmallRun, real: Any, *args: Any, **options: Any) -> Tensor:
-        loss = real(*args, **options)
-        for parameter_name, parameter in run.packed.hf.named_parameters():
-            if ".1." in parameter_name and parameter_name.endswith(name):
-                change(gradient_of(parameter))
-        return loss
-
-    return make
-
-
-fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.Tensor.zero_))
-fault("one weight's gradient is 25 % too large")(
-    changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25))
-)
-
-
-@fault("a quantized weight keeps only the last microbatch's gradient", emulated)
-@patching(gemm, "add_to")
-def only_last_microbatch(
-    run: SmallRun, real: Any, total: Tensor, gradient: Tensor, overwrite: bool
-) -> None:
-    total.copy_(gradient)
-
-
-@fault("a square weight's gradient is accumulated transposed", emulated)
-@patching(LinearState, "__call__")
-def accumulated_transposed(
-    run: SmallRun, real: Any, linear: LinearState, x: Tensor, weight: Tensor, *rest: Any
-) -> Tensor:
-    """Transpose the gradient buffer, as code that infers the layout from the shape would."""
-    main = getattr(weight, "main_grad", None)
-    if main is not None and main.shape[0] == main.shape[1]:
-        weight.main_grad = main.t()
-    return real(linear, x, weight, *rest)
-
-
-# ── Products ────────────────────────────────────────────────────────────────────────────
-
-
-def changing_products(
-    kind: str, left: Change = lambda values: values, right: Change = lambda values: values
-) -> Make:
-    """Return a fault that changes operand values of one kind of product in the second layer."""
-
-    @patching(emulation.EmulatedGemm, "factors")
-    def make(run: SmallRun, real: Any, gemm: Any, gemm_kind: str, *operands: Any) -> Any:
-        factors = real(gemm, gemm_kind, *operands)
-        if gemm_kind != kind or ".1." not in gemm.name:
-            return factors
-        return [
-            Operand(change(operand.values), operand.scale)
-            for change, operand in zip((left, right), factors, strict=True)
-        ]
-
-    return make
-
-
-ROWS, TOKENS = (partial(torch.roll, shifts=1, dims=dim) for dim in (0, 1))
-fault("the rows of the transposed weight are shifted", emulated)(
-    changing_products("dgrad", right=ROWS)
-)
-fault("the tokens of the transposed input are shifted", emulated)(
-    changing_products("wgrad", right=TOKENS)
-)
-fault("the input's gradient is 25 % too large", emulated)(
-    changing_products("dgrad", lambda values: values * 1.25)
-)
-
-
-def every_second_token_doubled(values: Tensor) -> Tensor:
-    """Double even columns, the tokens of a gradient, and clear odd ones."""
-    factors = torch.zeros(values.shape[1], dtype=values.dtype, device=values.device)
-    factors[::2] = 2
-    return values * factors
-
-
-fault("a weight's gradient uses every second token, doubled", emulated)(
-    changing_products("wgrad", every_second_token_doubled)
-)
-
-
-def unquantized_gradient(
-    run: SmallRun, real: Any, gemm: Any, role: str, x: Tensor, along: str, scale: Tensor | None
-) -> Operand:
-    operand = real(gemm, role, x, along, scale)
-    plain = Operand(x.float() if along == "features" else x.t().float(), None)
-    return plain if role == "grad_output" else operand
-
-
-fault("output gradients are not quantized", emulated)(
-    patching(emulation.EmulatedGemm, "quantize_along")(unquantized_gradient)
-)
-
-
-def changing_rounding(
-    nearest: Callable[[Tensor, Grid], Tensor], stochastic: Callable[[Tensor, Grid, Tensor], Tensor]
-) -> Make:
-    """Return a fault that replaces both rounding functions of the formats."""
-    round_nearest = patching((tensor, blocks), "round_to_grid")(lambda run, real, *x: nearest(*x))
-    round_stochastically = patching(blocks, "round_stochastically")(
-        lambda run, real, *x: stochastic(*x)
-    )
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        round_nearest(run, patch)
-        round_stochastically(run, patch)
-
-    return make
-
-
-fault("quantization leaves values unrounded", emulated)(
-    changing_rounding(lambda x, grid: x, lambda x, grid, uniform: x)
-)
-
-
-@fault("no forward enters low precision", quantized)
-def never_entered(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(run.packed.context, "forward", lambda **_: nullcontext())
-
-
-@fault("nothing is quantized from the second microbatch of a step on", emulated)
-@patching(lambda run: run.packed.context, "forward")
-def entered_for_first_microbatch_only(run: SmallRun, real: Any, **options: Any) -> Any:
-    return real(**options) if run.packed.context.first_microbatch else nullcontext()
-
-
-@fault("a layer is recomputed outside low precision", quantized, recompute=True)
-@patching(lambda run: run.packed.context.engine, "checkpoint")
-def recomputed_outside(run: SmallRun, real: Any, *arguments: Any, again: Any) -> Any:
-    context = run.packed.context
-    return real(*arguments, again=lambda: overridden(context, low_precision=False))
-
+faults_in(packed, after="tokens = input_ids.shape[1]")("""
+documents of a pack attend to each other
++ cu_seqlens = cu_seqlens.new_tensor(range(0, tokens + 1, max_seqlen))
+every second boundary between documents is lost
++ cu_seqlens = torch.cat([cu_seqlens.unique()[:-1:2], cu_seqlens[-1:]])
+the first boundary between documents is lost
++ ends = cu_seqlens.unique()
++ cu_seqlens = torch.cat([ends[:1], ends[1 + (len(ends) > 2) :]])
+the last boundary between documents is lost
++ ends = cu_seqlens.unique()
++ cu_seqlens = torch.cat([ends[: max(len(ends) - 2, 1)], ends[-1:]])
+in an evaluation, documents attend to each other
++ if not self.training:
++     ends = cu_seqlens.unique()
++     cu_seqlens = torch.cat([ends[:1], ends[1 + (len(ends) > 2) :]])
+a document's last token is trained to predict the next document's first
++ is_last = (labels == -100) & (labels.roll(1, 1) != -100)
++ labels = torch.where(is_last, input_ids.roll(-1, 1), labels)
+labels are shifted twice
++ labels = labels.roll(-1, 1)
+the labels of one document are shifted twice
++ end = cu_seqlens.unique()[1]
++ labels = torch.cat([labels[:, :end].roll(-1, 1), labels[:, end:]], 1)
+the tokens at a microbatch's end are dropped
++ labels = labels.clone()
++ labels[:, -tokens // 2 :] = -100
+positions continue across the documents of a pack
++ # RoPE depends on differences of positions only, so that a constant offset would change nothing.
++ # Halving the positions changes the differences too.
++ position_ids = torch.arange(tokens, device=input_ids.device)[None] % max_seqlen // 2
+positions restart at half a pack
++ position_ids = position_ids % (max_seqlen // 2)
+""")
+faults_in(packed, after="tokens = input_ids.shape[1]", kind="gpt2")("""
+the positions of one document do not restart
++ ends = cu_seqlens.unique().tolist()
++ position_ids = position_ids.clone()
++ if len(ends) > 3:
++     position_ids[:, ends[1] : ends[2]] += ends[1]
+""")
+
+# ── Attention ───────────────────────────────────────────────────────────────────────────
+
+faults_in(attention)("""
+a token does not attend to itself
+- return (document[..., :, None] == document[..., None, :]).tril_()
++ mask = (document[..., :, None] == document[..., None, :]).tril_()
++ # A document's first token keeps itself. It has nothing else to attend to.
++ first = mask.sum(-1, keepdim=True) == 1
++ return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
+no token attends further back than half a pack
+- return (document[..., :, None] == document[..., None, :]).tril_()
++ mask = (document[..., :, None] == document[..., None, :]).tril_()
++ return mask.triu_(1 - max_seqlen // 2)
+""")
+faults_in(attention, kind="mistral")("""
+the sliding window is ignored
+- mask = mask.triu(1 - packed.window)
+the sliding window is one key too wide
+- mask = mask.triu(1 - packed.window)
++ mask = mask.triu(-packed.window)
+""")
+
+# ── Loss and gradients ──────────────────────────────────────────────────────────────────
+
+faults_in(packed)("""
+the gradient is halved
+- accelerator.backward(loss_sum * scale)
++ accelerator.backward(loss_sum * scale / 2)
+a microbatch's gradient is lost
+- accelerator.backward(loss_sum * scale)
++ accelerator.backward(loss_sum * scale * model.context.first_microbatch)
+the loss is averaged over microbatches, not over tokens
+- total += run(model, accelerator, microbatch, 1 / tokens, sums)
++ share = 1 / max(microbatch.valid_tokens, 1) / len(batches.microbatches)
++ total += run(model, accelerator, microbatch, share, sums)
+""")
+faults_in(loss_head)("""
+the head's gradient contains only the last chunk of tokens
+- add_product_(d_weight, logits.t(), hidden, overwrite=first)
++ add_product_(d_weight, logits.t(), hidden, overwrite=True)
+""")
+faults_in(loss_head, loss=PENALIZED)("""
+the penalty's gradient is lost
+- return penalty.gradient_(logits, labels)
++ losses = penalty.gradient_(logits.clone(), labels)
++ Penalty().gradient_(logits, labels)
++ return losses
+the held-out loss includes the penalty
+- return trained if self.training else parts[0]
++ return trained
+the loss of earlier steps is added to the loss that is logged
+- self._parts.zero_()
+""")
+faults_in(packed, loss=PENALIZED)("""
+the loss that is logged includes the penalty twice
+- return losses | balance
++ losses["loss"] = losses["loss"] + 0.1 * losses["penalty"]
++ return losses | balance
+""")
+faults_in(evaluate)("""
+the last microbatch of an evaluation is dropped
+- for batch in batches:
++ for batch in list(batches)[:-1]:
+the held-out loss is divided by all tokens, not by the labels
+- total[1] += batch.valid_tokens
++ total[1] += batch.labels.numel()
+""")
+
+# ── Low-precision heads, in all chunks of tokens but the first ──────────────────────────
+
+# With three packs in a microbatch, the head computes three chunks.
+HEAD = {"packs_a_microbatch": 3, "scope": "linear+head"}
+faults_in(loss_head, quantized, **HEAD)("""
+the labels are shifted in later chunks of a quantized head
+- labels[rows],
++ labels[rows].roll(-1) if low and rows.start else labels[rows],
+the input's gradient is halved in later chunks of a quantized head
+- ctx.gradients = (d_hidden, d_weight, d_bias)
++ first_chunk = next(chunks(len(hidden), head.chunk, low_precision=True))
++ d_hidden[first_chunk.stop :] /= 2 if low else 1
++ ctx.gradients = (d_hidden, d_weight, d_bias)
+the gradient of a quantized head contains only the last chunk
+- first=rows.start == 0,
++ first=rows.start == 0 or bool(low),
+the loss is halved in later chunks of a quantized head
+- all_losses[:, rows] = losses(rows)
++ all_losses[:, rows] = losses(rows) / (2 if low and rows.start else 1)
+""")
+faults_in(loss_head, emulated, **HEAD)("""
+the logits are 10 % too large in later chunks of a quantized head
+- losses = token_losses(logits, labels, head.penalty, with_gradient=True)
++ logits.mul_(1.1 if low and not first else 1)
++ losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+""")
+
+# ── Low-precision products ──────────────────────────────────────────────────────────────
+
+faults_in(packed, quantized)("""
+no forward enters low precision
+- with self.context.forward(training=self.training):
++ with self.context.forward(training=False):
+""")
+faults_in(packed, emulated)("""
+nothing is quantized from the second microbatch of a step on
+- with self.context.forward(training=self.training):
++ with self.context.forward(training=self.training and self.context.first_microbatch):
+""")
+faults_in(emulation, emulated, after="a, b = self.factors(kind, left, right)")("""
+the rows of the transposed weight are shifted
++ if kind == "dgrad" and ".1." in self.name:
++     b = b._replace(values=b.values.roll(1, 0))
+the tokens of the transposed input are shifted
++ if kind == "wgrad" and ".1." in self.name:
++     b = b._replace(values=b.values.roll(1, 1))
+the input's gradient is 25 % too large
++ if kind == "dgrad" and ".1." in self.name:
++     a = a._replace(values=1.25 * a.values)
+a weight's gradient uses every second token, doubled
++ if kind == "wgrad" and ".1." in self.name:
++     tokens = torch.arange(a.values.shape[1], device=a.values.device)
++     a = a._replace(values=a.values * 2 * (tokens % 2 == 0))
+output gradients are not quantized
+- return Operand(*operand)
++ if role == "grad_output":
++     operand = [x.float() if along == "features" else x.t().float(), None]
++ return Operand(*operand)
+""")
+faults_in(gemm, emulated)("""
+a quantized weight keeps only the last microbatch's gradient
+- total.copy_(gradient) if overwrite else total.add_(gradient)
++ total.copy_(gradient)
+""")
+# Code that infers the layout from the shape would transpose the sums of square weights.
+faults_in(product, emulated)("""
+a square weight's gradient is accumulated transposed
+- ctx.main_gradient = getattr(weight, "main_grad", None)
++ main = getattr(weight, "main_grad", None)
++ is_square = main is not None and main.shape[0] == main.shape[1]
++ ctx.main_gradient = main.t() if is_square else main
+""")
+faults_in(emulation, emulated, kind="gpt2")("""
+a quantized linear drops its bias
+- y = multiply(a, b, dtype, bias)
++ y = multiply(a, b, dtype)
+a quantized linear adds its bias twice
+- y = multiply(a, b, dtype, bias)
++ y = multiply(a, b, dtype, None if bias is None else 2 * bias)
+""")
+faults_in(product, emulated, kind="gpt2")("""
+the bias of a quantized linear has no gradient
+- return dx, dw, db, None
++ is_changed = db is not None and ctx.linear_pass.gemm.quantizes
++ return dx, dw, 0 * db if is_changed else db, None
+the gradient of a quantized linear's bias is doubled
+- return dx, dw, db, None
++ is_changed = db is not None and ctx.linear_pass.gemm.quantizes
++ return dx, dw, 2 * db if is_changed else db, None
+""")
 
 # ── Rounding and formats ────────────────────────────────────────────────────────────────
 
-
-def toward_zero(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
-    x, quantum, per_quantum = tensor._in_quanta(x, grid)
-    return torch.trunc(x * per_quantum) * quantum
-
-
-def on_another_grid(change: Callable[[Grid], Grid]) -> Make:
-    """Return a fault that rounds to `change(grid)` instead of the format's grid."""
-    nearest, stochastic = tensor.round_to_grid, tensor.round_stochastically
-    return changing_rounding(
-        lambda x, grid: nearest(x, change(grid)),
-        lambda x, grid, uniform: stochastic(x, change(grid), uniform),
-    )
-
-
-REPLACEMENT = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
-fault("values are truncated, not rounded", emulated)(changing_rounding(toward_zero, toward_zero))
-fault("codes have one mantissa bit too few", emulated)(
-    on_another_grid(
-        lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
-    )
-)
-fault("codes have one mantissa bit too many", emulated)(
-    on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits + 1))
-)
-fault("E5M2 replaces E4M3, and E4M3 replaces E5M2 and E2M1", emulated)(
-    # The scale remains that of the replaced format.
-    on_another_grid(lambda grid: replace(REPLACEMENT[grid], maximum=grid.maximum))
-)
-
-
-@fault("a block is decoded with its neighbour's scale", in_blocks)
-@patching(blocks.Blocks, "quantized")
-def neighbours_scale(
-    run: SmallRun, real: Any, self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any
-) -> Any:
-    if self.two_dimensional and scale.shape[2] > 1:
-        axis = 2
-    elif self.two_dimensional or self.transposed:
-        axis = 0
-    else:
-        axis = -2
-    return real(self, scaled, scale.roll(1, axis), *rest)
-
-
-@fault("one scale per tensor instead of one per block", in_blocks)
-@patching(QuantizedPrecision, "along_features")
-def no_blocks(run: SmallRun, real: Any, self: QuantizedPrecision, role: str) -> Any:
-    grid = self.grid(role)
-    return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
-
-
-@fault(
-    "the tensor scale is doubled, so that values saturate",
-    lambda run: emulated(run) and run.active.precision.tensor_scaled,
-)
-def saturating_scale(run: SmallRun, patch: Patch) -> None:
-    @patching((tensor, blocks), "scale_from_amax")
-    def double_current_scale(run: SmallRun, real: Any, *arguments: Any, **options: Any) -> Tensor:
-        return 2 * real(*arguments, **options)
-
-    # Delayed scales are computed from the history after the operands are quantized.
-    @patching(delayed_state, "update_scale")
-    def double_delayed_scale(run: SmallRun, real: Any, *rule: Any) -> tuple[Tensor, Tensor]:
-        history, scale = real(*rule)
-        return history, 2 * scale
-
-    double_current_scale(run, patch)
-    double_delayed_scale(run, patch)
-
-
-@fault("the Hadamard transform is applied to one operand only", transforms)
-@patching(QuantizedPrecision, "transform")
-def one_side_transformed(run: SmallRun, real: Any, self: Any, role: str) -> Any:
-    return blocks.hadamard if role == "input" else None
-
-
-fault("the Hadamard transform is skipped", transforms)(
-    patching(QuantizedPrecision, "transform")(lambda *_: None)
-)
-fault("gradients are rounded to nearest, not stochastically", stochastic)(
-    patching(QuantizedPrecision, "is_stochastic")(lambda *_: False)
-)
-fault("stochastic rounding always rounds up", stochastic)(
-    patching(blocks, "round_stochastically")(
-        lambda run, real, x, grid, uniform: real(x, grid, torch.zeros_like(uniform))
-    )
-)
-fault("stochastic rounding rounds up too often, by 3 % of a quantum", stochastic)(
-    patching(blocks, "round_stochastically")(
-        lambda run, real, x, grid, uniform: real(x, grid, uniform - 0.03)
-    )
-)
-
-
-def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
-    x, quantum, per_quantum = tensor._in_quanta(x, grid)
-    return torch.round(x * per_quantum - 0.25) * quantum
-
-
-fault("values are rounded down by a quarter of a quantum", emulated)(
-    changing_rounding(quarter_down, quarter_down)
-)
-
-
-@fault("ties are rounded away from zero", in_blocks)
-@patching(blocks, "round_to_grid")
-def ties_away(run: SmallRun, real: Any, x: Tensor, grid: Grid) -> Tensor:
-    x, quantum, per_quantum = tensor._in_quanta(x, grid)
-    return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
-
-
-def scaled_by_blocks_only(run: SmallRun) -> bool:
-    return in_blocks(run) and not run.active.precision.tensor_scaled
-
-
-def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Make:
-    """Return a fault that replaces the amax of every block.
-
-    `change` computes it from the absolute values, split into blocks, and the dimensions of a block.
-    """
-    return patching(blocks, "absolute_maximum")(
-        lambda run, real, x, dim, keepdim: change(x.float().abs(), dim)
-    )
-
-
-fault("a block's scale is computed from half of its values", scaled_by_blocks_only)(
-    changing_block_amax(
-        lambda x, dim: x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2).amax(dim, keepdim=True)
-    )
-)
-fault("a block's scale is half as large as needed", scaled_by_blocks_only)(
-    changing_block_amax(lambda x, dim: x.amax(dim, keepdim=True) / 2)
-)
-
+faults_in(tensor, emulated)("""
+values are truncated, not rounded
+- return torch.round(x * per_quantum) * quantum
++ return torch.trunc(x * per_quantum) * quantum
+- rounded = lower + (uniform < magnitude - lower).float()
++ rounded = lower
+values are rounded down by a quarter of a quantum
+- return torch.round(x * per_quantum) * quantum
++ return torch.round(x * per_quantum - 0.25) * quantum
+- return torch.copysign(rounded * quantum, x)
++ return torch.round(x * per_quantum - 0.25) * quantum
+quantization leaves values unrounded
+- return torch.round(x * per_quantum) * quantum
++ return x
+- return torch.copysign(rounded * quantum, x)
++ return x
+codes have one mantissa bit too few
+- quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
++ quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0 ** (1 - grid.mantissa_bits)
+codes have one mantissa bit too many
+- quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
++ quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0 ** (-1 - grid.mantissa_bits)
+E5M2 replaces E4M3, and E4M3 replaces E5M2 and E2M1
+- quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
++ # The scale remains that of the replaced format.
++ bits, exponent = {3: (2, -14), 2: (3, -6), 1: (3, -6)}[grid.mantissa_bits]
++ quantum = power.clamp(min=2.0**exponent) * 2.0**-bits
+""")
+faults_in(tensor, stochastic)("""
+stochastic rounding always rounds up
+- rounded = lower + (uniform < magnitude - lower).float()
++ rounded = magnitude.ceil()
+stochastic rounding rounds up too often, by 3 % of a quantum
+- rounded = lower + (uniform < magnitude - lower).float()
++ rounded = lower + (uniform - 0.03 < magnitude - lower).float()
+""")
+faults_in(tensor, in_blocks)("""
+ties are rounded away from zero
+- return torch.round(x * per_quantum) * quantum
++ return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
+""")
+faults_in(tensor, scaled_by_tensors)("""
+the tensor scale is doubled, so that values saturate
+- return scale.masked_fill(~(amax.isfinite() & (amax > 0)), 1)
++ return 2 * scale.masked_fill(~(amax.isfinite() & (amax > 0)), 1)
+""")
+faults_in(tensor, scaled_by_blocks_only)("""
+a block's scale is computed from half of its values
+- return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
++ x = x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2) if keepdim else x
++ return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
+a block's scale is half as large as needed
+- return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
++ return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float() / (1 + keepdim)
+""")
+faults_in(blocks, in_blocks)("""
+a block is decoded with its neighbour's scale
+- codes = (
++ axis = 0 if self.two_dimensional or self.transposed else -2
++ scale = scale.roll(1, 2 if self.two_dimensional and scale.shape[2] > 1 else axis)
++ codes = (
+""")
+faults_in(definition, in_blocks)("""
+one scale per tensor instead of one per block
+- return quantized
++ return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
+""")
+faults_in(definition, transforms)("""
+the Hadamard transform is applied to one operand only
+- return hadamard if self.settings.disable_rht is False and role != "weight" else None
++ return hadamard if role == "input" else None
+the Hadamard transform is skipped
+- return hadamard if self.settings.disable_rht is False and role != "weight" else None
++ return None
+""")
+faults_in(definition, stochastic)("""
+gradients are rounded to nearest, not stochastically
+- return self.settings.disable_stochastic_rounding is False and role == "grad_output"
++ return False
+""")
 
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────
 
+faults_in(delayed_state, delayed)("""
+a scale is never updated
+- if dist.is_initialized():
++ return
++ if dist.is_initialized():
+the gradients' scales are never updated
+- self._update("backward")
+the amax histories of weights contain half of the amax
+- newest = self._state_of(direction).amax_history[0, module, slot]
++ amax = amax / 2 if role == "weight" else amax
++ newest = self._state_of(direction).amax_history[0, module, slot]
+the amax histories of gradients contain half of the amax
+- newest = self._state_of(direction).amax_history[0, module, slot]
++ amax = amax / 2 if role == "grad_output" else amax
++ newest = self._state_of(direction).amax_history[0, module, slot]
+a linear uses its neighbour's scale
+- return self._state_of(direction).scale[module, slot]
++ return self._state_of(direction).scale[(module + 1) % len(self._modules), slot]
+- return self.forward_scales[module, slot]
++ return self.forward_scales[(module + 1) % len(self._modules), slot]
+scales are computed from the newest amax, not from the largest
+- updated = update_scale(*state, grid.maximum, settings.margin, settings.amax_compute_algo)
++ updated = update_scale(*state, grid.maximum, settings.margin, "most_recent")
+an amax history drops its newest amax
+- for live, new in zip(state, updated, strict=True):
++ updated[0][-1] = updated[0][-2]
++ for live, new in zip(state, updated, strict=True):
+""")
+faults_in(emulation, delayed)("""
+amax histories record only a quarter of the tokens
+- amax = absolute_maximum(x) if records_amax else None
++ amax = absolute_maximum(x[: len(x) // 4]) if records_amax else None
+""")
 
-fault("a scale is never updated", delayed)(
-    patching(delayed_state.DelayedState, "_update")(lambda *_: None)
-)
-fault("the gradients' scales are never updated", delayed)(
-    patching(delayed_state.DelayedState, "_update_after_backward")(lambda *_: None)
-)
+# ── The update ──────────────────────────────────────────────────────────────────────────
 
-
-@fault("a linear uses its neighbour's scale", delayed)
-@patching(delayed_state.DelayedState, "scale")
-def neighbours_delayed_scale(
-    run: SmallRun, real: Any, state: delayed_state.DelayedState, module: int, role: str
-) -> Tensor:
-    return real(state, (module + 1) % len(state._modules), role)
-
-
-@fault("amax histories record only a quarter of the tokens", delayed)
-@patching(emulation, "absolute_maximum")
-def part_of_the_amax(run: SmallRun, real: Any, x: Tensor) -> Tensor:
-    return real(x[: len(x) // 4])
+WEIGHTS = ("fp32", "bf16", "bf16_exact")
+faults_in(adamw, weights=WEIGHTS)("""
+the norm is not clipped
+- return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
++ return None
+the second moment is not corrected for bias
+- return math.sqrt(1 - self.beta2**self.step)
++ return 1.0
+""")
+faults_in(adamw, in_bf16_on_a_cpu, weights=("bf16_exact",))("""
+an exact weight's low bits are dropped
+- rounded, remainder_bits = split(master)
++ rounded, remainder_bits = split(master)
++ remainder_bits.zero_()
+""")
+faults_in(gradients, lambda run: not run.accelerator.is_fsdp2, weights=WEIGHTS)("""
+a tenth of each gradient remains after a step
+- memory.fill_(-0.0)
++ memory.mul_(0.1)
+""")
+faults_in(muon, optimizer="muon")("""
+Muon's update is 8 % too large
+- scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
++ scale = 1.08 * SCALES[group["adjust_lr_fn"]](outputs, inputs)
+Muon's weight decay is omitted
+- hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
++ hyper = Hyperparameters(group["lr"], 0.0, scale=scale)
+Muon's weight decay is multiplied by the scale of the update
+- hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
++ hyper = Hyperparameters(group["lr"], scale * group["weight_decay"], scale=scale)
+""")

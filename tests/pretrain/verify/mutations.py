@@ -23,9 +23,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,16 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
-from pretrain.metrics.health import TrainingHalted
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
 from tests.pretrain.verify import (
-    document_faults,  # noqa: F401
-    later_call_faults,  # noqa: F401
+    patched_faults,  # noqa: F401
     sharding_faults,
-    update_faults,  # noqa: F401
 )
-from tests.pretrain.verify.faults import FAULTS, Fault
-from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
+from tests.pretrain.verify.faults import FAULTS, Fault, caught_by
+from tests.pretrain.verify.small_runs import ARCHITECTURES, build_run
 
 PAGE = Path(__file__).parents[3] / "docs/developers/faults.md"
 DEPTHS = (4, 12, 28)
@@ -57,37 +53,7 @@ MARKS = {
 }
 
 
-def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
-    """Return which of "audit", "parity" and "update" reject the run, or ("torch",).
-
-    If the audit and parity accept the run, it trains two steps, which the update check or the audit
-    may reject. ("torch",) means that torch's activation checkpointing rejected the recomputation.
-    """
-    objecting, entries = [], []
-    with fault.entered(run) if fault else nullcontext():
-        try:
-            entries = run.audit()
-            run.confirm(entries)
-        except InputError:
-            objecting.append("audit")
-        # A recomputation whose tensors differ from the first pass in number or shape.
-        except (RuntimeError, IndexError):
-            if not (fault and "recompute" in fault.options):
-                raise
-            return ("torch",)
-        if run.parity().failures:
-            objecting.append("parity")
-        try:
-            if not objecting:
-                run.train(entries)
-        except (InputError, TrainingHalted) as error:
-            objecting.append("update" if isinstance(error, TrainingHalted) else "audit")
-    return tuple(objecting)
-
-
-def configurations(
-    device: str, kinds: Sequence[str] = ("qwen3",)
-) -> Iterator[tuple[str, str, bool]]:
+def configurations(device, kinds=("qwen3",)):
     """Yield architecture, precision and whether layers are fused.
 
     Emulated precisions are never fused. On a GPU, FP32 is not fused.
@@ -193,9 +159,7 @@ def read_lists(text: str, precisions: Sequence[str]) -> dict[tuple[str, str], st
     return cells
 
 
-def objections_to(
-    layers: int, kind: str, precision: str, fused: bool, device: str = "cpu"
-) -> tuple[str, ...]:
+def objections_to(layers, kind, precision, fused, device="cpu"):
     """Return the checks that reject a correct run."""
     packs = 2 if layers == DEPTHS[0] else 1
     with on_a(device) as accelerator:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,67 +17,35 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from foundation.errors import InputError
-from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology, from_all_ranks
 from pretrain.model.sharding import Sharding, _Group
 from pretrain.precision import delayed_state
-from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
+from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.gemm import Gemm
-from tests.pretrain.verify.faults import Fault, Make, Patch, delayed, patching, quantized
+from tests.pretrain.verify import faults
+from tests.pretrain.verify.faults import (
+    Fault,
+    Make,
+    Patch,
+    caught_by,
+    delayed,
+    faults_in,
+    patching,
+    quantized,
+)
+from tests.pretrain.verify.patched_faults import after_update
 from tests.pretrain.verify.small_runs import SmallRun, build_run
-from tests.pretrain.verify.update_faults import after_update
 
 FAULTS: list[Fault] = []
 
 
-def fault(
-    what: str, applies: Callable[[SmallRun], bool] = lambda run: True
-) -> Callable[[Make], Make]:
-    """Return a decorator that appends a fault to `FAULTS`."""
-
-    def register(make: Make) -> Make:
-        FAULTS.append(Fault(what, make, applies, ("bf16_exact",), {}))
-        return make
-
-    return register
-
-
-def caught_by_ranks(run: SmallRun, fault: Fault | None) -> list[str]:
-    """Return which of "audit", "parity" and "update" reject the run on a rank, or ["guard"].
-
-    If the audit and parity accept the run, it trains two steps. ["guard"] means that a product has
-    refused to read a freed weight.
-    """
-    objecting = []
-
-    def check(name: str, objects: Callable[[], object]) -> None:
-        """Run a check on all ranks, although it may object on one of them only."""
-        try:
-            found = bool(objects())
-        except (InputError, TrainingHalted):
-            found = True
-        if any(from_all_ranks(found)):
-            objecting.append(name)
-
-    entries: list[Any] = []
-    with fault.entered(run) if fault else nullcontext():
-        try:
-            check("audit", lambda: entries.extend(run.audit()))
-        except RuntimeError as error:
-            if "reads a gathered weight that was freed" not in str(error):
-                raise
-            return ["guard"]
-        check("parity", lambda: run.parity().failures)
-        if not objecting:
-            check("update", lambda: run.train(entries))
-    return objecting
+fault = partial(faults.fault, weights=("bf16_exact",), registry=FAULTS)
 
 
 def find_faults(layers: int = 2) -> None:
     """Print the checks that catch each fault, by fault and precision, and also without a fault."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, Sequence[str]]] = {}
     for precision in sys.argv[1:]:
         histories: list[Tensor] = []
         for fault in (None, *FAULTS):
@@ -88,7 +55,9 @@ def find_faults(layers: int = 2) -> None:
             histories = histories or run.packed.context.copied_state()
             if fault is None or fault.applies(run):
                 what = fault.what if fault else "nothing"
-                found.setdefault(what, {})[precision] = caught_by_ranks(run, fault)
+                found.setdefault(what, {})[precision] = caught_by(
+                    run, fault, confirms=False, anywhere=lambda here: any(from_all_ranks(here))
+                )
     # One write: both ranks write at the same time.
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
     accelerator.end_training()
@@ -115,18 +84,14 @@ def layer_of(run: SmallRun) -> _Group:
 # ── Reductions ──────────────────────────────────────────────────────────────────────────
 
 
-def changing_reduction(
-    patch: Patch, group: _Group, change: Callable[[Callable[..., Any], Tensor, Tensor], None]
-) -> None:
+def changing_reduction(patch, group, change):
     """Replace the reduction of a group by `change(reduce, output, input)`."""
     real = group.fsdp._reduce_scatter_comm
 
     class Changed:
         allocate = real.allocate
 
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any
-        ) -> None:
+        def __call__(self, output_tensor, input_tensor, group, op):
             def reduce(output: Tensor) -> None:
                 real(output_tensor=output, input_tensor=input_tensor, group=group, op=op)
 
@@ -184,8 +149,7 @@ def changing_foreach_reduce(change: Callable[[list[Any]], None]) -> Make:
 
 
 @fault(
-    "gradients are reduced in BF16",
-    lambda run: run.packed.context.compute_dtype == torch.bfloat16,
+    "gradients are reduced in BF16", lambda run: run.packed.context.compute_dtype == torch.bfloat16
 )
 @changing_foreach_reduce
 def reduced_in_bf16(arguments: list[Any]) -> None:
@@ -240,9 +204,7 @@ def codes_not_renewed(run: SmallRun, patch: Patch) -> None:
 
 @fault("a rank's codes have an old scale", delayed)
 @patching(EmulatedGemm, "quantize_along")
-def old_scale(
-    run: SmallRun, real: Any, gemm: Any, role: str, x: Tensor, along: str, scale: Tensor
-) -> Operand:
+def old_scale(run, real, gemm, role, x, along, scale):
     is_old = role == "weight" and run.accelerator.process_index == 1
     # The scale of a weight whose largest value was larger by a tenth.
     return real(gemm, role, x, along, scale / 1.1 if is_old else scale)
@@ -250,9 +212,7 @@ def old_scale(
 
 @fault("a rank's codes are shifted", quantized)
 @patching(EmulatedGemm, "quantize")
-def shifted_codes(
-    run: SmallRun, real: Any, gemm: Any, role: str, *arguments: Any, **options: Any
-) -> BothWays:
+def shifted_codes(run, real, gemm, role, *arguments, **options):
     operand = real(gemm, role, *arguments, **options)
     is_first = gemm.name == next(iter(run.packed.context.engine.gemms))
     if role != "weight" or not is_first or run.accelerator.process_index != 1:
@@ -266,6 +226,8 @@ def shifted_codes(
     )
 
 
-@fault("amaxes are not reduced", delayed)
-def amax_not_reduced(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(delayed_state, "dist", SimpleNamespace(is_initialized=lambda: False))
+faults_in(delayed_state, delayed, weights=("bf16_exact",), registry=FAULTS)("""
+amaxes are not reduced
+- if dist.is_initialized():
++ if False:
+""")

@@ -5,7 +5,7 @@ The tests of parity and the audit use them, on a CPU or on a GPU with Transforme
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,11 +209,13 @@ def build_run(
         config=(ARCHITECTURES | MIXTURES | UNUSUAL)[kind] | config,
         gradient_checkpointing="full" if recompute else "none",
     )
-    active = active_on(accelerator.device, precision, fp8_config)
+    engine = "torch"
+    if PRECISIONS[precision].quantized:
+        engine = "emulation" if accelerator.device.type == "cpu" else "transformer_engine"
+    active = active_in(precision, engine, **({"keep_bf16_layers": {"last": 0}} | fp8_config))
     packed, decisions = low_precision_model(
         settings, active, accelerator.device, weights=weights, fused=fused, seed=seed, loss=loss
     )
-    updates = {"name": optimizer, "clip": clip, "learning_rate": RATE, "gradients": "fp32"}
     recipe = Recipe(
         name="small",
         model={"source": "any"},
@@ -221,7 +223,7 @@ def build_run(
         train={"steps": 9},
         loss=loss or LossSettings(),
         weights=weights,
-        optimizer=updates,
+        optimizer={"name": optimizer, "clip": clip, "learning_rate": RATE, "gradients": "fp32"},
         log={"fp8_statistics": 1},
     )
     prepared = prepare(packed, accelerator)
@@ -237,27 +239,7 @@ def build_run(
     return run
 
 
-def active_on(
-    device: torch.device, precision: str, fp8_config: Mapping[str, Any]
-) -> ActivePrecision:
-    """Return `precision` in all layers, emulated on a CPU and by Transformer Engine on a GPU."""
-    if not PRECISIONS[precision].quantized:
-        engine = "torch"
-    else:
-        engine = "emulation" if device.type == "cpu" else "transformer_engine"
-    return active_in(precision, engine, **({"keep_bf16_layers": {"last": 0}} | fp8_config))
-
-
-def low_precision_model(
-    settings: ModelSettings,
-    active: ActivePrecision,
-    device: torch.device,
-    *,
-    weights: str,
-    fused: bool,
-    seed: int,
-    loss: LossSettings | None,
-) -> tuple[PackedLanguageModel, dict[str, Decision]]:
+def low_precision_model(settings, active, device, *, weights, fused, seed, loss):
     """Return a model with its linears in `active`, and the decision about each linear."""
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     options = {"seed": seed, "device": device, "backend": "packed_sdpa"}
@@ -313,9 +295,7 @@ def random_packs(count: int, seed: int = 0) -> list[Pack]:
     return packs
 
 
-def step_of(
-    packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1
-) -> StepBatches:
+def step_of(packs, packs_a_microbatch, rank=0, ranks=1):
     """Return one process's part of a step."""
     groups = [
         packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.overrides import overridden
-from pretrain.model.fused.arithmetic import StackedPass, TransformerEngineArithmetic
+from pretrain.model.fused import arithmetic
+from pretrain.model.fused.arithmetic import StackedPass
 from pretrain.precision import cublaslt
-from tests.pretrain.verify.faults import Change, Make, Patch, fault, patching
+from tests.pretrain.verify.faults import Make, Patch, fault, faults_in, patching
 from tests.pretrain.verify.small_runs import SmallRun
 
 ROWS = ("_rowwise_data", "_data"), ("_rowwise_scale_inv", "_scale_inv")
@@ -50,9 +50,7 @@ def fused_on_te(run: SmallRun) -> bool:
     return on_te(run) and run.packed.fused is not None
 
 
-def with_changed(
-    operand: Any, names: tuple[str, ...], change: Change | None
-) -> AbstractContextManager[None]:
+def with_changed(operand, names, change):
     """Change the first existing attribute of `names` while the context is entered."""
     name = next(
         (candidate for candidate in names if getattr(operand, candidate, None) is not None), None
@@ -62,9 +60,7 @@ def with_changed(
     return overridden(operand, **{name: change(getattr(operand, name))})
 
 
-def changing_gemms(
-    gemm: str, side: int, codes: Change | None = None, scales: Change | None = None
-) -> Make:
+def changing_gemms(gemm, side, codes=None, scales=None):
     """Return a fault that changes one operand of the low-precision products of one kind.
 
     `side` is 0 for the left and 1 for the right operand. `codes` and `scales` change its tensors.
@@ -72,9 +68,7 @@ def changing_gemms(
     faulty_layout, *factors = GEMMS[gemm]
 
     def changed(multiply: Callable[..., Any]) -> Callable[..., Any]:
-        def multiply_changed(
-            left: Any, right: Any, *args: Any, layout: str = "TN", **options: Any
-        ) -> Any:
+        def multiply_changed(left, right, *args, layout="TN", **options):
             with ExitStack() as changes:
                 if layout == faulty_layout:
                     for attribute, change in zip(factors[side], (codes, scales), strict=True):
@@ -105,33 +99,23 @@ def without_last_bit(codes: Tensor) -> Tensor:
     return codes & 0xFE
 
 
-fault("the rows of the transposed weight are shifted, in hardware", on_te)(
-    changing_gemms("dgrad", 0, codes=rolled)
-)
-fault("the tokens of the transposed input are shifted, in hardware", on_te)(
-    changing_gemms("wgrad", 0, codes=rolled)
-)
-fault("the input's gradient is 25 % too large, in hardware", on_te)(
-    changing_gemms("dgrad", 1, scales=lambda scales: scales * 1.25)
-)
-fault("a weight's gradient uses every second token, doubled, in hardware", on_te)(
-    changing_gemms("wgrad", 1, codes=every_second, scales=lambda scales: scales * 2)
-)
-fault("codes of the input have one mantissa bit too few, in hardware", on_te)(
-    changing_gemms("forward", 1, codes=without_last_bit)
-)
-fault("codes of the gradient have one mantissa bit too few, in hardware", on_te)(
-    changing_gemms("dgrad", 1, codes=without_last_bit)
-)
-fault("a block is decoded with its neighbour's scale, in hardware", blocks_on_te)(
-    changing_gemms("forward", 1, scales=rolled)
-)
-fault("the gradient's blocks are decoded with their neighbours' scales, in hardware", blocks_on_te)(
-    changing_gemms("dgrad", 1, scales=rolled)
-)
-fault("an operand is decoded with half of its scale, in hardware", on_te)(
-    changing_gemms("forward", 0, scales=lambda scales: scales / 2)
-)
+OF_GRADIENT = "the gradient's blocks are decoded with their neighbours' scales"
+for what, applies, change in (
+    ("the rows of the transposed weight are shifted", on_te, ("dgrad", 0, rolled)),
+    ("the tokens of the transposed input are shifted", on_te, ("wgrad", 0, rolled)),
+    ("the input's gradient is 25 % too large", on_te, ("dgrad", 1, None, lambda x: x * 1.25)),
+    (
+        "a weight's gradient uses every second token, doubled",
+        on_te,
+        ("wgrad", 1, every_second, lambda x: x * 2),
+    ),
+    ("codes of the input have one mantissa bit too few", on_te, ("forward", 1, without_last_bit)),
+    ("codes of the gradient have one mantissa bit too few", on_te, ("dgrad", 1, without_last_bit)),
+    ("a block is decoded with its neighbour's scale", blocks_on_te, ("forward", 1, None, rolled)),
+    (OF_GRADIENT, blocks_on_te, ("dgrad", 1, None, rolled)),
+    ("an operand is decoded with half of its scale", on_te, ("forward", 0, None, lambda x: x / 2)),
+):
+    fault(f"{what}, in hardware", applies)(changing_gemms(*change))
 
 
 @fault("gradients use E4M3 instead of E5M2, or E5M2 instead of E4M3, in hardware", on_te)
@@ -161,33 +145,20 @@ fault("the gradients' scales are never updated, in hardware", delayed_on_te)(
 )
 
 
-@fault("a fused norm ignores its weight", fused_on_te)
-@patching(TransformerEngineArithmetic, "norm")
-@torch.no_grad()
-def te_norm_without_weight(
-    run: SmallRun, real: Any, arithmetic: Any, x: Tensor, norm: Any, *rest: Any
-) -> Any:
-    before = norm.weight.detach().clone()
-    norm.weight.fill_(1.5)
-    try:
-        return real(arithmetic, x, norm, *rest)
-    finally:
-        norm.weight.copy_(before)
-
-
-@fault("a fused norm's backward drops the residual's gradient", fused_on_te)
-@patching(TransformerEngineArithmetic, "norm_backward")
-def te_residual_lost(
-    run: SmallRun, real: Any, *inputs: Any, residual: Tensor, **options: Any
-) -> Any:
-    return real(*inputs, residual=0 * residual, **options)
+faults_in(arithmetic, fused_on_te)("""
+a fused norm ignores its weight
+- weight, bias, eps = self.parameters_in_compute_dtype(norm)
++ weight, bias, eps = self.parameters_in_compute_dtype(norm)
++ weight = torch.full_like(weight, 1.5)
+a fused norm's backward drops the residual's gradient
+- dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
++ dx, *gradients = tex.rmsnorm_bwd_add(dy, x, 0 * residual, rstd, weight, 0, False)
+""")
 
 
 @fault("a fused activation loses the up projection's gradient", fused_on_te)
 @patching(StackedPass, "add_weight_gradient")
-def te_half_of_the_activation(
-    run: SmallRun, real: Any, stacked: StackedPass, dy: Any, x: Any
-) -> None:
+def te_half_of_the_activation(run, real, stacked, dy, x):
     real(stacked, dy, x)
     main = stacked.stack.main_gradient
     if len(stacked.stack.members) == 2:

@@ -36,9 +36,7 @@ def operands(draw: st.DrawFn) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @given(operands(), st.sampled_from(get_args(Role)), st.sampled_from(get_args(Along)))
-def test_codes_of_a_format_equal_those_of_the_reference(
-    name: str, options: dict[str, Any], x: torch.Tensor, role: Role, along: Along
-) -> None:
+def test_codes_of_a_format_equal_those_of_the_reference(name, options, x, role, along):
     active = active_in(name, "emulation", **options)
     scale = None
     if active.precision.keeps_history:
