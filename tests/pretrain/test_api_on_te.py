@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,10 +30,7 @@ def converted(**fp8_config: str) -> PreTrainedModel:
 def test_a_model_on_transformer_engine_equals_the_emulation(monkeypatch: pytest.MonkeyPatch):
     """The GPU of this test supports every precision, so `convert` chooses Transformer Engine."""
     monkeypatch.setattr(api, "missing_on", lambda device: lambda precision: None)
-    models = {
-        "Transformer Engine": converted(),
-        "emulation": converted(backend="emulation"),
-    }
+    models = {"Transformer Engine": converted(), "emulation": converted(backend="emulation")}
     gradients = []
     batch = batch_of(2, 32)
     for engine, model in models.items():
@@ -44,7 +42,9 @@ def test_a_model_on_transformer_engine_equals_the_emulation(monkeypatch: pytest.
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
             torch.optim.SGD(model.parameters(), lr=1.0).step()
         products = api.audit(model, batch)
-        assert len(products) == 3 * 8
+        gemms = Counter(product.gemm for product in products)
+        assert gemms == dict.fromkeys(("forward", "dgrad", "wgrad"), 8)
+        assert len({(product.name, product.gemm) for product in products}) == 3 * 8
         assert {(p.left, p.right, p.engine) for p in products} == {
             ("e4m3 in blocks of 32", "e4m3 in blocks of 32", engine)
         }

@@ -7,7 +7,6 @@ have the format of another precision. docs/developers/faults.md has faults of ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -23,24 +22,24 @@ from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model import packed
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.observe.audit import Entry, audit_products, is_expected
-from pretrain.observe.observers import Step
 from pretrain.observe.product_observer import ProductObserver
-from pretrain.precision.gemm import Gemm, TorchGemm
+from pretrain.optimizer.adamw import clear_gradients
+from pretrain.precision import gemm
+from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
-from tests.pretrain.plan.plan_recipe import on_meta
 from tests.pretrain.small_models import build_model, random_packs
-from tests.pretrain.verify.small_runs import ARCHITECTURES, LENGTH, LLAMA, SmallRun, build_run
+from tests.pretrain.verify.faults import replace_lines
+from tests.pretrain.verify.small_runs import LENGTH, SmallRun, build_run
 
 FP32 = active_in("fp32", "torch")
 BF16 = active_in("bf16", "torch")
@@ -81,12 +80,7 @@ def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) 
     ],
 )
 def test_every_linear_is_listed_and_another_precision_is_rejected(
-    kind: str,
-    weights: torch.dtype,
-    cast_to: Any,
-    active: Any,
-    other: Any,
-    inputs: dict,
+    kind: str, weights: torch.dtype, cast_to: Any, active: Any, other: Any, inputs: dict
 ) -> None:
     packed = build_model(kind, weights=weights, cast_to=cast_to)
     before = {module: vars(module).get("forward") for module in packed.modules()}
@@ -140,37 +134,39 @@ def test_unused_linears_and_experts_without_gradient_are_found(inputs: dict) -> 
     assert "3 of 15" in message and "layers.1.mlp.gate_proj (not run)" in message
 
 
-@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
-def test_a_fused_product_in_fp32_or_without_dgrad_is_found(
-    gemm: str, inputs: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+IN_FP32 = "(bfloat16 x float32)"
+DGRAD = "return (left @ right if dx is None else dx).to(dtype)"
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "found"),
+    [
+        (
+            "return cublaslt.linear(left, right, bias, residual)",
+            "return cublaslt.linear(left.float(), right.float(), bias, residual).bfloat16()",
+            IN_FP32,
+        ),
+        (DGRAD, "return (left.float() @ right.float()).bfloat16()", IN_FP32),
+        (
+            "cublaslt.add_product_(total, left.t(), right, overwrite=overwrite)",
+            "cublaslt.add_product_(total, left.t().float(), right.float(), overwrite=overwrite)",
+            IN_FP32,
+        ),
+        (DGRAD, "return left.new_zeros(len(left), right.shape[1])", "(bf16, dgrad not run)"),
+    ],
+    ids=["forward", "dgrad", "wgrad", "no dgrad"],
+)
+def test_a_fused_product_in_fp32_or_without_dgrad_is_found(line, wrong, found, inputs, monkeypatch):
     packed = build_model(cast_to=torch.bfloat16)
     packed.context = PrecisionContext(torch.bfloat16)
     packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     packed.train()
-    matmul = TorchGemm.matmul
-    # The accumulation of the base class calls `matmul`, which the test replaces.
-    monkeypatch.setattr(TorchGemm, "accumulate", Gemm.accumulate)
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
-
-    def one_product_in_fp32(self: TorchGemm, kind: str, *operands: Any, **options: Any) -> Tensor:
-        if kind != gemm:
-            return matmul(self, kind, *operands, **options)
-        left, right, *_ = operands
-        return matmul(self, kind, left.float(), right.float(), torch.float32).bfloat16()
-
-    def without_dgrad(self: TorchGemm, kind: str, *operands: Any, **options: Any) -> Tensor:
-        if kind == "dgrad":
-            return operands[0].new_zeros(len(operands[0]), operands[1].shape[1])
-        return matmul(self, kind, *operands, **options)
-
-    monkeypatch.setattr(TorchGemm, "matmul", one_product_in_fp32)
+    replace_lines(gemm, [(line, [wrong])], monkeypatch)
     message = refusal(observe, packed, inputs, BF16)
     assert "14 of 15 modules" in message
-    assert "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
-    monkeypatch.setattr(TorchGemm, "matmul", without_dgrad)
-    assert "q_proj (bf16, dgrad not run)" in refusal(observe, packed, inputs, BF16)
+    assert f"layers.0.self_attn.q_proj {found}" in message
 
 
 # ── Quantized linears ───────────────────────────────────────────────────────────────────
@@ -191,9 +187,7 @@ def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
 @pytest.mark.parametrize(
     ("precision", "kind"), [*((name, "qwen3") for name in QUANTIZED), ("current", "gpt2")]
 )
-def test_a_model_that_computes_as_requested_passes(
-    precision: str, kind: str, small: Callable
-) -> None:
+def test_a_model_that_computes_as_requested_passes(precision, kind, small):
     entries = small(precision, kind).audit()
     assert len(entries) == LINEARS[kind]
     assert {(entry["requested"], entry["effective"], entry["backend"]) for entry in entries} == {
@@ -203,11 +197,14 @@ def test_a_model_that_computes_as_requested_passes(
 
 
 @pytest.mark.parametrize("main_gradients", [torch.float32, torch.bfloat16])
-def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
-    main_gradients: torch.dtype, small: Callable
-) -> None:
+def test_a_replaced_linear_and_weights_that_would_not_train_are_found(main_gradients, small):
     run = small()
     attach_main_gradients(run.packed, main_gradients)
+    trained = run.optimizer.param_groups[0]["params"]
+    unknown = trained.pop()
+    assert "1 parameters would not be trained" in refusal(run.audit)
+    trained.append(unknown)
+    clear_gradients(run.optimizer, run.packed)
     run.layers[0].input_layernorm.forward = lambda hidden: hidden
     assert "for example model.layers.0.input_layernorm.weight" in refusal(run.audit)
     skipped = run.layers[1].mlp.up_proj
@@ -235,9 +232,7 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
-def test_another_product_in_the_forward_of_a_linear_is_found(
-    is_quantized: bool, small: Callable
-) -> None:
+def test_another_product_in_the_forward_of_a_linear_is_found(is_quantized, small):
     run = small(keep_bf16=() if is_quantized else ("up_proj",))
     name = "model.layers.0.mlp.up_proj"
     module = run.packed.hf.get_submodule(name)
@@ -289,51 +284,13 @@ def test_experts_that_multiply_unquantized_values_are_found(mixture: Callable) -
     assert "mlp.experts.down_proj" in refusal(run.audit)
 
 
-def test_layers_whose_shapes_do_not_fit_stay_in_bf16(
-    small: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "qwen3", LLAMA | {"intermediate_size": 200})
-    entries = {entry["name"]: entry for entry in small("mxfp8").audit()}
-    kept = {
-        name.split(".", 3)[-1]: entry["reason"]
-        for name, entry in entries.items()
-        if entry["effective"] == "bf16"
-    }
-    linears = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert kept == dict.fromkeys(linears, "200 is not a multiple of 32")
-
-
-@pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
-def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: bool) -> None:
-    """Such a model would train in BF16 under the name of a low precision."""
-    odd = {"hidden_size": 128, "intermediate_size": 100, "num_hidden_layers": 1, "head_dim": 36}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    shapes = on_meta({"model_type": "qwen3", "vocab_size": 128, **odd, **heads})
-    layers = list(model.decoder_layers(shapes).values())
-    expected = pytest.raises(InputError, match="no linear layer") if refused else nullcontext()
-    with expected:
-        check_scope(shapes, layers, active_in("block", scope=scope))
-
-
 # ── In training ─────────────────────────────────────────────────────────────────────────
 
 
-def test_an_unquantized_microbatch_is_found(small: Callable) -> None:
-    run = small("mxfp8", layers=1)
-    entries = run.audit()
-    run.confirm(entries)
-    forward = run.packed.context.forward
-    for faulty in range(4):
-        numbers = count()
-        run.packed.context.forward = lambda numbers=numbers, faulty=faulty, **options: (
-            nullcontext() if next(numbers) == faulty else forward(**options)
-        )
-        message = refusal(run.confirm, entries)
-        assert "forward bfloat16 x bfloat16, dgrad not run" in message
-        assert f"in microbatch {faulty + 1} of step 1" in message
+LOOP = "for index, microbatch in enumerate(batches.microbatches):"
 
 
-def test_a_head_that_is_unquantized_in_one_microbatch_is_found(small: Callable) -> None:
+def test_a_head_that_is_unquantized_in_one_microbatch_is_found(small, monkeypatch):
     """The head multiplies in two chunks, so the other microbatches have six of its products."""
     run = small("mxfp8", layers=1, packs_a_microbatch=2, loss=LossSettings(chunk=LENGTH))
     entries = run.audit()
@@ -351,24 +308,9 @@ def test_a_head_that_is_unquantized_in_one_microbatch_is_found(small: Callable) 
         with overridden(head, forward=faulty_forward):
             message = refusal(run.confirm, entries)
         assert f"in microbatch {faulty + 1} of step 1: lm_head (dgrad not run" in message
-
-
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_a_precision_that_differs_from_the_schedule_is_found(
-    is_quantized: bool, small: Callable
-) -> None:
-    run = small("mxfp8", layers=1)
-    observer = run.observer_of(run.audit())
-    scheduled = active_in("current") if is_quantized else active_in("bf16", "torch")
-    schedule = PrecisionSchedule([(1, run.active), (None, scheduled)], 9)
-    observer.schedule = schedule
-    step = Step(2, is_quantized, is_new=True, measures_operands=False)
-    assert observer.due(step)
-    with (
-        pytest.raises(InputError, match=f"schedule of the precision has '{scheduled.requested}'"),
-        observer.passes(step, run.step, 0),
-    ):
-        pass
+    with monkeypatch.context() as patch:
+        replace_lines(packed, [(LOOP, [LOOP.replace("microbatches)", "microbatches[1:])")])], patch)
+        assert "in microbatch 4 of step 1: model.layers.0" in refusal(run.confirm, entries)
 
 
 # ── Operands of another format ───────────────────────────────────────────────────────────

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from foundation.errors import InputError
 from pretrain.observe import product_observer
@@ -75,9 +71,7 @@ def test_autocast_and_frozen_weights_are_visible():
         (llama, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, "labels"),
     ],
 )
-def test_a_batch_without_a_loss_is_refused(
-    build: Callable[[], nn.Module], batch: dict[str, Tensor], words: str
-):
+def test_a_batch_without_a_loss_is_refused(build, batch, words):
     with pytest.raises(InputError, match=words):
         audit(build(), batch)
 
@@ -140,8 +134,7 @@ def test_values_of_fp8_in_a_wider_dtype_are_named():
 
 
 @pytest.mark.parametrize(
-    ("scale", "kind"),
-    [((), "tensor-scaled"), ((16, 1), "row-scaled"), ((16, 4), "in blocks of 8")],
+    ("scale", "kind"), [((), "tensor-scaled"), ((16, 1), "row-scaled"), ((16, 4), "in blocks of 8")]
 )
 def test_the_scaling_of_scaled_mm_is_that_of_its_scales(scale: tuple[int, ...], kind: str):
     operand = torch.zeros(16, 32, dtype=torch.float8_e4m3fn)
@@ -173,45 +166,6 @@ def test_a_module_whose_kernel_is_not_visible_is_listed():
     products = audit(model[:2], lambda: model[:2](torch.randn(2, 4)).sum())
     assert [p.gemm for p in products if p.name == "0"] == ["not visible"]
     assert gemms(products)["1"] == ["dgrad", "forward", "wgrad"]
-
-
-class TELinear(nn.Module):
-    """A linear that calls the GEMM of Transformer Engine's extension, in its order of operands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return TEFunction.apply(x, self.weight)
-
-
-class TEFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return sys.modules["transformer_engine_torch"].generic_gemm(weight, True, x, False)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        gemm = sys.modules["transformer_engine_torch"].generic_gemm
-        return gemm(weight, False, dy, False), gemm(x, False, dy, True)
-
-
-def test_gemms_of_transformer_engine_are_attributed_by_their_layout(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def generic_gemm(a: Tensor, transposes_a: bool, b: Tensor, transposes_b: bool) -> Tensor:
-        with _disable_current_modes():  # a kernel of another library
-            return (b.t() if transposes_b else b) @ (a.t() if transposes_a else a)
-
-    extension = SimpleNamespace(generic_gemm=generic_gemm)
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", extension)
-    model = nn.Sequential(nn.Linear(8, 8), TELinear())
-    products = audit(model, lambda: model(torch.randn(8, 8)).sum())
-    assert gemms(products)["1"] == ALL
-    assert {p.engine for p in products if p.name == "1"} == {"Transformer Engine"}
 
 
 def test_weights_of_a_subclass_are_observed_below_it():

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
-from typing import Any
 
 
-def test_profile_writes_a_table_and_a_trace(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
+def test_profile_writes_a_table_and_a_trace(train_here, small_recipe):
     run = train_here("--profile", "train.steps=6", "parity=off", recipe=small_recipe)
     assert run.status == 0, run.output
     assert "aten::mm" in (run.run_dir / "profile.md").read_text() and "profile.md" in run.output
@@ -18,8 +14,6 @@ def test_profile_writes_a_table_and_a_trace(
         assert json.load(file)["traceEvents"]
 
 
-def test_profile_rejects_a_run_of_four_steps(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
+def test_profile_rejects_a_run_of_four_steps(train_here, small_recipe):
     run = train_here("--profile", "train.steps=4", recipe=small_recipe)
     assert run.status == 2 and "--profile" in run.err and "step 5" in run.err
