@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from foundation.errors import InputError
+from pretrain import api
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.optimizer.adamw import (
     IN_CACHE,
@@ -24,12 +27,12 @@ SHAPES = ((33, 17), (17,), (5, 3, 2))
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def parameters(dtype: torch.dtype = torch.float32, *more: tuple[int, ...]) -> list[nn.Parameter]:
-    """Return random parameters of SHAPES and of the shapes `more`, with BF16 values."""
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    """Return random parameters with BF16 values."""
     generator = torch.Generator().manual_seed(0)
     return [
         nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype))
-        for shape in (*SHAPES, *more)
+        for shape in shapes
     ]
 
 
@@ -59,35 +62,38 @@ def equal(tensors: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def test_fp32_and_exact_bf16_have_the_bits_of_torchs_adamw() -> None:
-    """The comparison runs over 300 steps, on FP32 masters in torch."""
-    masters = parameters()
-    fp32 = parameters()
-    bf16 = parameters(torch.bfloat16)
-    reference = torch.optim.AdamW(masters, **HYPER, foreach=False, fused=False)
+    """Parameters without a gradient are skipped. The largest is updated in several chunks."""
+    shapes = (*SHAPES, (2, IN_CACHE + 3))
+    fp32, bf16, masters = (
+        parameters(dtype, shapes) for dtype in (torch.float32, torch.bfloat16, torch.float32)
+    )
+    reference = torch.optim.AdamW(masters, **HYPER, foreach=False)
     plain = ExactAdamW(fp32, **HYPER)
     exact = ExactAdamW(bf16, **HYPER)
-    for step in range(300):
-        working_copies = [split(values.detach())[0] for values in masters]
-        set_gradients(masters, loss_gradients(working_copies, step))
-        set_gradients(fp32, loss_gradients([split(p.detach())[0] for p in fp32], step))
-        set_gradients(bf16, loss_gradients([p.detach() for p in bf16], step))
-        for optimizer in (reference, plain, exact):
-            optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / 300)
-            optimizer.step()
-        if step % 50 == 49:
-            assert equal(fp32, masters)
-            assert equal([master(exact, p) for p in bf16], masters)
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for step in range(40):
+        gradients = loss_gradients([split(p.detach())[0] for p in masters], step)
+        for params, adamw in ((fp32, plain), (bf16, exact), (masters, reference)):
+            adamw.zero_grad()
+            adamw.param_groups[0]["lr"] = 3e-3 * (1 - step / 40)
+            set_gradients(params, gradients)
+            for index, parameter in enumerate(params):
+                # Parameters of one group then have different numbers of updates.
+                if (step + 1) % (index + 2) == 0:
+                    parameter.grad = None
+            adamw.step()
+        assert torch.equal(plain.frozen_counts[1], exact.frozen_counts[1])
+        assert equal(fp32, masters)
+        assert equal([master(exact, p) for p in bf16], masters)
+    for moment in ("step", "exp_avg", "exp_avg_sq"):
         expected = [reference.state[p][moment] for p in masters]
         assert equal([plain.state[p][moment] for p in fp32], expected)
         assert equal([exact.state[p][moment] for p in bf16], expected)
+    assert len({state["step"].item() for state in plain.state.values()}) == len(fp32)
 
 
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_main_gradients_are_clipped_in_fp32_and_not_changed(
-    weights: torch.dtype, gradients: torch.dtype
-) -> None:
+def test_main_gradients_are_clipped_in_fp32_and_not_changed(weights, gradients):
     trained = nn.ParameterList(parameters(weights))
     masters = parameters()
     attach_main_gradients(trained, gradients)
@@ -124,38 +130,6 @@ def test_plain_bf16_agrees_with_torchs_fused_adamw() -> None:
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
     assert state["exp_avg"].dtype == torch.bfloat16
     torch.testing.assert_close(trained, expected, rtol=2**-7, atol=0)
-
-
-def test_parameters_without_a_gradient_are_skipped_as_in_torch() -> None:
-    """Weights, moments and step counts have the same bits as in torch."""
-    large = (2, IN_CACHE + 3)  # updated in several chunks
-    fp32, bf16, expected = (
-        parameters(dtype, large) for dtype in (torch.float32, torch.bfloat16, torch.float32)
-    )
-    hyper = HYPER | {"weight_decay": 0.0}
-    plain = ExactAdamW(fp32, **hyper)
-    exact = ExactAdamW(bf16, **hyper)
-    reference = torch.optim.AdamW(expected, **hyper, foreach=False)
-    for step in range(12):
-        gradients = loss_gradients([split(p.detach())[0] for p in expected], step)
-        for params, adamw in ((fp32, plain), (bf16, exact), (expected, reference)):
-            adamw.zero_grad()
-            adamw.param_groups[0]["lr"] = 3e-3 * (1 - step / 12)
-            set_gradients(params, gradients)
-            for index, parameter in enumerate(params):
-                # Parameters of one group then have different numbers of updates.
-                if (step + 1) % (index + 2) == 0:
-                    parameter.grad = None
-            adamw.step()
-        assert torch.equal(plain.frozen_counts[1], exact.frozen_counts[1])
-    assert equal(fp32, expected)
-    assert equal([master(exact, p) for p in bf16], expected)
-    for parameter, torch_parameter in zip(fp32, expected, strict=True):
-        assert all(
-            torch.equal(tensor, reference.state[torch_parameter][name])
-            for name, tensor in plain.state[parameter].items()
-        )
-    assert len({state["step"].item() for state in plain.state.values()}) == len(fp32)
 
 
 # ── Lost updates ──
@@ -223,9 +197,7 @@ def test_zero_updates_are_not_lost_and_lost_decay_counts(times: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_summed_in_fp32_and_clipped_to_the_limit(
-    dtype: torch.dtype,
-) -> None:
+def test_the_norm_is_summed_in_fp32_and_clipped_to_the_limit(dtype):
     model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False)).to(dtype)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -250,12 +222,69 @@ def test_the_norm_is_summed_in_fp32_and_clipped_to_the_limit(
         (None, False, torch.bfloat16),
     ],
 )
-def test_moments_have_the_dtype_of_the_recipe_or_of_the_weights(
-    moments: str | None, exact: bool, expected: torch.dtype
-) -> None:
+def test_moments_have_the_dtype_of_the_recipe_or_of_the_weights(moments, exact, expected):
     layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     adamw = build_optimizer(layer, OptimizerSettings(moments=moments), exact=exact)
     adamw.materialise()
     assert {adamw.state[layer.weight][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {
         expected
     }
+
+
+# ── In loops of others, through the public API ──
+
+
+def test_exact_adamw_is_an_optimizer_of_torch_with_the_bits_of_fp32(tmp_path: Path):
+    """Schedulers, groups, closures, and a resumed state, against torch's AdamW in FP32."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 3).bfloat16()), nn.Parameter(torch.randn(3).bfloat16())]
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    module = nn.ParameterList(weights)
+    exact = api.exact_adamw(module, lr=1e-2, weight_decay=0.1)
+    assert [group["weight_decay"] for group in exact.param_groups] == [0.1, 0.0]
+    groups = [{"params": masters[:1]}, {"params": masters[1:], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, foreach=False)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(x, 0.9) for x in (exact, plain)]
+    for step in range(20):
+        if step == 10:
+            torch.save([exact.state_dict(), schedulers[0].state_dict()], tmp_path / "saved")
+            exact = api.exact_adamw(module, lr=5.0)
+            state, schedule = torch.load(tmp_path / "saved")
+            exact.load_state_dict(state)
+            schedulers[0] = torch.optim.lr_scheduler.ExponentialLR(exact, 0.9)
+            schedulers[0].load_state_dict(schedule)
+            exact.load_state_dict(state)
+        for weight, master in zip(weights, masters, strict=True):
+            weight.grad = torch.randn(weight.shape).bfloat16()
+            master.grad = weight.grad.float()
+        assert exact.step(lambda: 3.0) == 3.0
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        for weight, master in zip(weights, masters, strict=True):
+            remainder = exact.state[weight]["remainder"]
+            assert torch.equal(master_of(weight.detach(), remainder), master.detach())
+
+
+def test_a_state_of_other_weights_is_refused():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    plain = torch.optim.AdamW([weight])
+    plain.step()
+    with pytest.raises(InputError, match="remainder"):
+        api.exact_adamw([weight]).load_state_dict(plain.state_dict())
+    with pytest.raises(TypeError):
+        api.exact_adamw([weight], amsgrad=True)
+    exact = api.exact_adamw([weight])
+    exact.step()
+    row = nn.Parameter(torch.ones(1, 4, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match="dtype and shape"):
+        api.exact_adamw([row]).load_state_dict(exact.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_that_would_be_rounded_are_refused(dtype: torch.dtype):
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(InputError, match="FP32 and BF16"):
+        api.exact_adamw([weight]).step()

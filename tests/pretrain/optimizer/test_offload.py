@@ -75,9 +75,7 @@ class Streams(TorchDispatchMode):
         yield
         self.current = before
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         call = partial(function, *args, **kwargs or {})
         if self.synchronizes or function is not torch.ops.aten._foreach_copy_.default:
             return call()

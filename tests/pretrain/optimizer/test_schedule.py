@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -48,9 +47,7 @@ def sgd() -> torch.optim.SGD:
         ({"kind": "constant"}, None),
     ],
 )
-def test_the_rate_falls_after_the_first_step_of_the_decay(
-    shape: dict[str, object], begins: int | None
-) -> None:
+def test_the_rate_falls_after_the_first_step_of_the_decay(shape, begins):
     settings = ScheduleSettings(warmup=10, **shape)
     assert schedule.decay_begins(settings, 100) == begins
     seen = rates(settings, 100)
@@ -99,9 +96,7 @@ shapes = st.builds(
 
 
 @given(settings=shapes, total=st.integers(1, 120))
-def test_rates_are_positive_and_rise_only_during_warmup(
-    settings: ScheduleSettings, total: int
-) -> None:
+def test_rates_are_positive_and_rise_only_during_warmup(settings, total):
     try:
         schedule.check(settings, total)
     except InputError:
@@ -124,9 +119,7 @@ def test_rates_are_positive_and_rise_only_during_warmup(
         ({"warmup": 80, "decay": 0.2}, 100, None),
     ],
 )
-def test_warmup_and_decay_that_do_not_fit_are_rejected(
-    settings: dict[str, Any], total: int, words: str | None
-) -> None:
+def test_warmup_and_decay_that_do_not_fit_are_rejected(settings, total, words):
     with pytest.raises(InputError, match=words) if words else nullcontext():
         schedule.check(ScheduleSettings(**settings), total)
 
@@ -137,9 +130,7 @@ def test_warmup_and_decay_that_do_not_fit_are_rejected(
     decay=st.floats(0.0, 1.0),
     kind=st.sampled_from(["wsd", "cosine"]),
 )
-def test_a_schedule_fits_every_length_on_the_command_line(
-    steps: int, warmup: int, decay: float, kind: str
-) -> None:
+def test_a_schedule_fits_every_length_on_the_command_line(steps, warmup, decay, kind):
     given = [f"schedule={{kind: {kind}, warmup: {warmup}, decay: {decay}}}", f"train.steps={steps}"]
     recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
     fitted, notices = schedule.fit_to_command_line(recipe, given, steps)
