@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
 from pretrain.precision.emulation import EmulationEngine
-from pretrain.precision.gemm import GemmEngine, TorchGemm
+from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.settings import (
     PRECISIONS,
@@ -48,22 +48,13 @@ def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
     return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))
 
 
-def context_of(
-    engine: GemmEngine, dtype: torch.dtype = torch.bfloat16, **state: Any
-) -> PrecisionContext:
+def context_of(engine, dtype=torch.bfloat16, **state):
     """Return the context of a model that computes in the precision of `engine`."""
     active = ActivePrecision(engine.precision.name, engine.precision, "emulation")
     return PrecisionContext(dtype, {active.name: engine}, active, **state)
 
 
-def linear_of(
-    engine: GemmEngine,
-    in_features: int,
-    out_features: int,
-    *,
-    name: str = "layer",
-    bias: bool = False,
-) -> LinearState:
+def linear_of(engine, in_features, out_features, *, name="layer", bias=False):
     """Return a linear layer that `engine` computes, with a context in which a forward is under way.
 
     The caller enters the engine's own `forward` where delayed scaling needs it.
@@ -111,9 +102,7 @@ def accelerator() -> Iterator[Accelerator]:
         yield accelerator
 
 
-def attention_of(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention_of(q, k, v, cu_seqlens, scale):
     """Return the attention probabilities [heads, T, T] and the output [T, heads, D].
 
     A query attends to its document up to itself. q has the shape [T, heads, D]. k and v may have
@@ -126,26 +115,15 @@ def attention_of(
     return p, torch.einsum("hts,shd->thd", p, v).contiguous()
 
 
-def attention_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    d_output: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-) -> list[Tensor]:
+def attention_gradients(q, k, v, output, d_output, cu_seqlens, scale):
     """Check `output`, and return the gradients of q, k and v."""
     p, expected = attention_of(q, k, v, cu_seqlens, scale)
     assert torch.equal(output, expected)
     heads = k.shape[1]
     group = q.shape[1] // heads
     k, v = (states.repeat_interleave(group, dim=1) for states in (k, v))
-    d_s = (
-        scale
-        * p
-        * (torch.einsum("thd,shd->hts", d_output, v) - (d_output * output).sum(-1).T[:, :, None])
-    )
+    d_p = torch.einsum("thd,shd->hts", d_output, v)
+    d_s = scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
     dk = torch.einsum("hts,thd->shd", d_s, q)
     dv = torch.einsum("hts,thd->shd", p, d_output)
     dk, dv = (gradient.unflatten(1, (heads, group)).sum(2) for gradient in (dk, dv))
@@ -159,33 +137,17 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
     Tests may change the returned functions.
     """
 
-    def forward(
-        q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options
-    ):
+    def forward(q, k, v, *, cu_seqlens_q, softmax_scale, causal, return_lse, **options):
         _, output = attention_of(q, k, v, cu_seqlens_q, softmax_scale)
         return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
-    def backward(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        scale,
-        causal,
-        *,
-        cu_seqlens_q,
-        dq=None,
-        dk=None,
-        dv=None,
-        **options,
-    ):
+    def backward(q, k, v, out, dout, lse, scale, causal, *, cu_seqlens_q, **options):
         assert lse.shape == (q.shape[1], len(q))
         gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
+        buffers = [options.get(name) for name in ("dq", "dk", "dv")]
         return tuple(
             gradient if into is None else into.copy_(gradient)
-            for gradient, into in zip(gradients, (dq, dk, dv), strict=True)
+            for gradient, into in zip(gradients, buffers, strict=True)
         )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
@@ -196,65 +158,30 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
 @pytest.fixture
 def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace Transformer Engine's two functions of cuDNN by formulas with the same interface."""
-    layout = {
-        "qkv_layout": "thd_thd_thd",
-        "o_format": "thd",
-        "attn_mask_type": "padding_causal",
-        "window_size": (-1, 0),
-        "cuda_graph": False,
-    }
+    keys = ("attn_scale", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    common = {"attn_mask_type": "padding_causal", "window_size": (-1, 0), "cuda_graph": False}
+    common |= {"qkv_layout": "thd_thd_thd", "o_format": "thd"}
 
-    def forward(
-        is_training,
-        longest_q,
-        longest_k,
-        ends,
-        ends_k,
-        q,
-        k,
-        v,
-        dtype,
-        kind,
-        *,
-        cu_seqlens_q_padded,
-        cu_seqlens_kv_padded,
-        attn_scale,
-        **options,
-    ):
-        assert is_training and kind == "kernel" and dtype == q.dtype and options == layout
-        assert longest_q == longest_k
-        assert ends is ends_k is cu_seqlens_q_padded is cu_seqlens_kv_padded
-        _, output = attention_of(q, k, v, ends, attn_scale)
+    def check(options, ends, dtype, kind, q, **more):
+        """Check the arguments of both functions, and return the scale."""
+        scale, of_q, of_kv = (options.pop(name) for name in keys)
+        assert of_q is of_kv is ends and kind == "kernel" and dtype == q.dtype
+        assert options == common | more
+        return scale
+
+    def forward(is_training, longest_q, longest_k, ends, ends_k, q, k, v, dtype, kind, **options):
+        scale = check(options, ends, dtype, kind, q)
+        assert is_training and longest_q == longest_k and ends is ends_k
+        _, output = attention_of(q, k, v, ends, scale)
         log_sums = torch.arange(len(q) * q.shape[1], dtype=torch.float32)
         return output, [log_sums.view(len(q), q.shape[1], 1), None]
 
-    def backward(
-        longest_q,
-        longest_k,
-        ends,
-        ends_k,
-        q,
-        k,
-        v,
-        output,
-        d_output,
-        dtype,
-        saved,
-        kind,
-        *,
-        cu_seqlens_q_padded,
-        cu_seqlens_kv_padded,
-        attn_scale,
-        do_format,
-        dqkv_layout,
-        **options,
-    ):
-        assert (do_format, dqkv_layout) == ("thd", "thd_thd_thd")
-        assert kind == "kernel" and dtype == q.dtype and options == layout
+    def backward(_, __, ends, ___, q, k, v, output, d_output, dtype, saved, kind, **options):
+        scale = check(options, ends, dtype, kind, q, do_format="thd", dqkv_layout="thd_thd_thd")
         log_sums, random_state = saved
         assert random_state.dtype == torch.int64 and random_state.shape == (2,)
         assert log_sums.flatten().tolist() == list(range(len(q) * q.shape[1]))
-        return *attention_gradients(q, k, v, output, d_output, ends, attn_scale), None
+        return *attention_gradients(q, k, v, output, d_output, ends, scale), None
 
     kernels = SimpleNamespace(
         fused_attn_fwd=forward,

@@ -13,23 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
 from packing import arrow
-from packing.arrow import Pack
 from packing.batch import BatchStream
 from packing.order import Mixture, Order
 from pretrain import api
 from pretrain.precision.product import LowPrecisionLinear
 from tests.pretrain.conftest import batch_of, llama
+from tests.pretrain.small_models import plain_loss, random_packs
 
 LENGTH = 32
-EMULATED = "ignore:.*so the precision is emulated"
-pytestmark = pytest.mark.filterwarnings(EMULATED)
+pytestmark = pytest.mark.filterwarnings("ignore:.*so the precision is emulated")
 
 
 def gradients_of(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -140,10 +138,8 @@ def compiles(model: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_recomputed_and_compiled_models_have_the_same_gradients(
-    precision: str, wrap: Callable[[Any], Any], dtype: torch.dtype
-):
-    model = llama(dtype)
+def test_recomputed_and_compiled_models_have_the_same_gradients(precision, wrap, dtype):
+    model = llama(dtype, num_hidden_layers=1)
     conversion = api.convert(model, precision, calibrate_on=batch_of(seed=1))
     state = conversion.state_dict()
     expected = gradients_of(model, batch_of())
@@ -207,9 +203,7 @@ CHANGES: dict[str, Callable[[nn.Linear], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_linears_that_do_more_are_refused_unless_they_are_kept(
-    change: Callable[[nn.Linear], None],
-):
+def test_linears_that_do_more_are_refused_unless_they_are_kept(change):
     model = llama()
     linear = model.model.layers[0].mlp.up_proj
     change(linear)
@@ -291,12 +285,8 @@ def test_emulation_is_announced_by_a_warning():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packs with documents of many lengths, the last of them padded, and one held-out pack."""
     path = tmp_path_factory.mktemp("data") / "packs"
-    draw = np.random.default_rng(0)
     lengths = ([10, 22], [5, 20, 7], [32], [1, 31], [16, 16], [3, 3, 3])
-    packs = [
-        Pack(draw.integers(64, size=LENGTH, dtype=np.uint32), np.array(row, np.int32))
-        for row in lengths
-    ]
+    packs = random_packs(lengths, LENGTH)
     splits = {"train": [packs], "held_out": [packs[:1]]}
     arrow.write_packs(path, LENGTH, splits, settings={}, statistics={}, tokenizer=None)
     return path
@@ -309,27 +299,17 @@ def loader(packs: api.PackedDataset, start: int, stop: int, **options: Any) -> D
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_packed_documents_have_the_losses_of_separate_documents(
-    folder: Path, attention: str, kind: str
-):
+def test_packed_documents_have_the_losses_of_separate_documents(folder, attention, kind):
     if kind == "llama":
         model = llama(torch.float32, attn_implementation=attention).eval()
     else:
-        config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-        config.bos_token_id = config.eos_token_id = None
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
+        config = AutoConfig.for_model("gpt2", **sizes, bos_token_id=None, eos_token_id=None)
         config._attn_implementation = attention
         model = AutoModelForCausalLM.from_config(config).eval()
     packs = api.open_packs(folder)
-    batch = packs.collate([packs.packs[index] for index in (1, 3, 5)])
-    losses = []
-    for index in (1, 3, 5):
-        pack = packs.packs[index]
-        ends = np.cumsum(pack.lengths)
-        for begin, end in zip(ends - pack.lengths, ends, strict=True):
-            ids = torch.from_numpy(pack.input_ids[begin:end].astype(np.int64))[None]
-            logits = model(input_ids=ids).logits
-            losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none"))
-    torch.testing.assert_close(model(**batch).loss, torch.cat(losses).mean())
+    chosen = [packs.packs[index] for index in (1, 3, 5)]
+    torch.testing.assert_close(model(**packs.collate(chosen)).loss, plain_loss(model, chosen))
 
 
 # Models with layers that have a state, and models whose attention has biases of its own.

@@ -230,7 +230,7 @@ def test_a_step_that_was_just_saved_or_loaded_is_not_saved_again(tmp_path):
     ("options", "saved", "kept"),
     [
         # The last checkpoint before the decay is never deleted.
-        ({"keep": 1, "before": 25}, [10, 20, 30, 40], [20, 40]),
+        ({"keep": 1, "before": 20}, [10, 20, 30, 40], [20, 40]),
         # Checkpoints to average outlive those of interruptions.
         ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40], [20, 30, 33, 36, 40]),
         ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40, 50], [30, 36, 40, 50]),

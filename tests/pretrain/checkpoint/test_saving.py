@@ -55,9 +55,7 @@ NEXT = {
 
 
 @pytest.mark.parametrize("method", NEXT)
-def test_the_next_method_waits_for_the_running_save(
-    tmp_path: Path, blocked_writing: threading.Event, method: str, capsys
-):
+def test_the_next_method_waits_for_the_running_save(tmp_path, blocked_writing, method, capsys):
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
     thread = threading.Thread(target=NEXT[method], args=(checkpoints,))
@@ -75,9 +73,7 @@ def test_the_next_method_waits_for_the_running_save(
         assert_holds(step_folder(tmp_path, 2), 2)
 
 
-def test_without_room_for_copies_the_tensors_are_written_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
-):
+def test_without_room_for_copies_the_tensors_are_written_first(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint, "SHARE", 0.0)
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
@@ -86,9 +82,7 @@ def test_without_room_for_copies_the_tensors_are_written_first(
     assert "no room for copies" in caplog.text
 
 
-def test_free_memory_is_limited_by_the_tightest_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_is_limited_by_the_tightest_control_group(tmp_path, monkeypatch):
     """Cached files of a group count as free. Without groups the machine is the limit."""
     assert 0 < checkpoint.free_memory() <= psutil.virtual_memory().total
     monkeypatch.setattr(checkpoint, "GROUPS", tmp_path)

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +62,16 @@ def test_a_line_has_the_means_since_the_last_line():
         (second, r"8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   MFU 40\.0 %"),
     ):
         assert re.search(rf"step {pattern} \(ours\) .* 10\.0 %", line)
+
+
+def test_the_time_left_is_estimated_from_the_steps_of_this_process():
+    def act(console):
+        console.step(record(101))
+        time.sleep(0.05)
+        console.step(record(102))
+
+    line = output_of(act, total_steps=2102).splitlines()[1]
+    assert re.search(r"\d [mhd] \d\d [smh] left", line), "2,000 steps of 0.05 s or more"
 
 
 @given(value=st.floats(min_value=0) | st.just(math.nan))

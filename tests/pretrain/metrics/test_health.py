@@ -112,13 +112,14 @@ def test_every_spike_is_warned_of_once():
     assert ["jumped to 9" in (reason or "") for reason in reasons] == [True, False, False, True]
 
 
-def test_lost_updates_and_a_step_without_labels_are_warned_of_once():
+def test_lost_updates_starved_experts_and_no_labels_are_warned_of_once():
     checked = health()
     (lost,) = checked.warnings_of(1, 0.2, 5, {})
     (unlabelled,) = checked.warnings_of(2, 0.2, 0, {})
-    assert list(checked.warnings_of(3, 0.2, 0, {})) == []
+    (starved,) = checked.warnings_of(3, 0.2, 0, {"starved_experts": 0.06})
+    assert list(checked.warnings_of(4, 0.2, 0, {"starved_experts": 0.06})) == []
     assert "20.0 %" in lost and "weights: bf16_exact" in lost
-    assert "batch.tokens" in unlabelled
+    assert "batch.tokens" in unlabelled and "router_aux_loss_coef" in starved
 
 
 def test_the_loss_of_a_step_without_labels_is_not_recorded():

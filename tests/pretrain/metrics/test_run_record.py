@@ -64,9 +64,7 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
         ('{"step": 2, "tokens"', r"metrics\.jsonl, line 3: "),
     ],
 )
-def test_a_wrong_line_is_reported_to_readers_and_resumed_runs(
-    line: str, words: str, tmp_path: Path
-) -> None:
+def test_a_wrong_line_is_reported_to_readers_and_resumed_runs(line, words, tmp_path):
     screen(tmp_path / "run", [step(1), step(2)])
     metrics = tmp_path / "run" / "metrics.jsonl"
     with metrics.open("a") as file:
@@ -83,13 +81,14 @@ def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> No
     lines = {
         "start": [evaluation(0), *steps],
         "earlier": [*steps[:2], evaluation(2), steps[2]],
-        "end": [*steps, evaluation(3)],
+        "end": [*steps, evaluation(3), {"step": 2, "event": "served", "served_loss": 2.0}],
     }
     runs = {
         name: RunRecord(Path(), {}, {}, metrics, summary(metrics))
         for name, metrics in lines.items()
     }
     assert "held_out_loss" not in runs["start"].summary, "it was measured before training"
+    assert "served_loss" not in runs["end"].summary, "it was measured before the last step"
     assert (runs["earlier"].when_evaluated, runs["end"].when_evaluated) == (" (step 2)", "")
 
 
@@ -112,7 +111,5 @@ def test_a_step_without_labels_counts_neither_as_loss_nor_as_failure(tmp_path: P
         ({}, (1, "CPU")),
     ],
 )
-def test_devices_are_counted_and_named(
-    environment: dict[str, Any], devices: tuple[int, str]
-) -> None:
+def test_devices_are_counted_and_named(environment, devices):
     assert RunRecord(Path(), {}, environment, [], {}).devices == devices
