@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
@@ -25,6 +25,7 @@ from pretrain import api
 from pretrain.precision.product import LowPrecisionLinear
 from tests.pretrain.conftest import batch_of, llama
 from tests.pretrain.small_models import plain_loss, random_packs
+from tests.ranks import in_ranks
 
 LENGTH = 32
 pytestmark = pytest.mark.filterwarnings("ignore:.*so the precision is emulated")
@@ -353,11 +354,12 @@ def test_places_are_those_of_the_launcher_and_resume_exactly(folder: Path):
         assert all(torch.equal(batch[name], expected[name]) for name in ("input_ids", "labels"))
 
 
-def test_a_distributed_sampler_gives_each_rank_its_places(folder: Path):
-    packs = api.open_packs(folder)
-    ranks = [DistributedSampler(packs, 2, rank, shuffle=False) for rank in range(2)]
-    assert sorted([*ranks[0], *ranks[1]]) == list(range(6))
-    assert list(ranks[1]) == list(range(1, 6, 2))
+def places_of_rank(rank: int, folder: Path) -> list[int]:
+    return list(api.open_packs(folder).places(3, 8))
+
+
+def test_ranks_take_turns(folder: Path):
+    assert in_ranks(places_of_rank, folder) == [[3, 5, 7], [4, 6]]
 
 
 def test_a_recipe_and_a_token_file_are_opened(folder: Path, tmp_path: Path):

@@ -84,6 +84,9 @@ def test_tensors_are_loaded_bit_for_bit(tmp_path, monkeypatch):
     assert_holds(path, 100)
     # The files are plain safetensors with the names of the parameters.
     assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()
+    wider = {name: tensor.double() for name, tensor in blank(all_tensors_of(100)).items()}
+    Checkpoints(tmp_path, keep=2).load(path, wider)
+    assert all(wider[name].equal(saved.double()) for name, saved in all_tensors_of(100).items())
     monkeypatch.setattr(format, "PART_BYTES", 1000)
     parts = save(Checkpoints(tmp_path / "in parts", keep=1), 3)
     assert len(list(parts.glob("optimizer-*.safetensors"))) > 1

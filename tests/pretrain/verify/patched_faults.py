@@ -32,16 +32,7 @@ from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.verify import parity
 from tests.pretrain.conftest import active_in
 from tests.pretrain.verify import small_runs
-from tests.pretrain.verify.faults import (
-    WEIGHTS,
-    Make,
-    Patch,
-    delayed,
-    emulated,
-    fault,
-    patching,
-    quantized,
-)
+from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, patching, quantized
 from tests.pretrain.verify.small_runs import MIXTURES, SmallRun
 
 # ── The batches of a step ───────────────────────────────────────────────────────────────
@@ -387,7 +378,7 @@ def arranged_by_next_expert(run: SmallRun, real: Any, chosen: Tensor, *rest: int
 
 # ── The update, and cached weights in the next step ─────────────────────────────────────
 
-fault_of_update = partial(fault, weights=WEIGHTS)
+fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
 
 
 def after_update(run: SmallRun, patch: Patch, then: Callable[[int], object]) -> None:

@@ -23,20 +23,11 @@ from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.gemm import Gemm
 from tests.pretrain.verify import faults
-from tests.pretrain.verify.faults import (
-    Fault,
-    Make,
-    Patch,
-    caught_by,
-    delayed,
-    faults_in,
-    patching,
-    quantized,
-)
+from tests.pretrain.verify.faults import Make, Patch, delayed, faults_in, patching, quantized
 from tests.pretrain.verify.patched_faults import after_update
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 
-FAULTS: list[Fault] = []
+FAULTS: list[faults.Fault] = []
 
 
 fault = partial(faults.fault, weights=("bf16_exact",), registry=FAULTS)
@@ -55,7 +46,7 @@ def find_faults(layers: int = 2) -> None:
             histories = histories or run.packed.context.copied_state()
             if fault is None or fault.applies(run):
                 what = fault.what if fault else "nothing"
-                found.setdefault(what, {})[precision] = caught_by(
+                found.setdefault(what, {})[precision] = faults.caught_by(
                     run, fault, confirms=False, anywhere=lambda here: any(from_all_ranks(here))
                 )
     # One write: both ranks write at the same time.

@@ -32,16 +32,10 @@ from pretrain.verify.gradient_errors import TOTAL
 from pretrain.verify.random_documents import draw_documents, draw_long_document
 from pretrain.verify.reference_model import wrong_batches
 from tests.pretrain.conftest import on_a
+from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import FAULTS, replacing
 from tests.pretrain.verify.patched_faults import changing_gradients
-from tests.pretrain.verify.small_runs import (
-    MIXTURES,
-    VOCABULARY,
-    SmallRun,
-    build_run,
-    rehearse,
-    step_of,
-)
+from tests.pretrain.verify.small_runs import MIXTURES, SmallRun, build_run, step_of
 
 LENGTH = 16
 Small = Callable[..., SmallRun]
@@ -355,7 +349,7 @@ def learnable(pack: Pack) -> Pack:
 
     The tokens go round in a circle of half of the vocabulary.
     """
-    circle = np.random.default_rng(5).permutation(VOCABULARY)[: VOCABULARY // 2]
+    circle = np.random.default_rng(5).permutation(small_runs.VOCABULARY)[:64]
     places = np.arange(len(pack.input_ids))
     begins = np.cumsum([0, *pack.lengths])
     document = np.searchsorted(begins, places, side="right")
@@ -413,7 +407,7 @@ def test_trained_weights_pass_and_their_faults_are_found(
             parameter.copy_(trained_weights[name])
     if run.packed.context.state():
         run.packed.context.engine.reset()
-        rehearse(run)
+        small_runs.rehearse(run)
     assert forward_backward(run.model, run.step, accelerator).item() < 1e-4
     clear_gradients(run.optimizer, run.model)
     parity = run.parity()
