@@ -52,6 +52,7 @@ from transformers import (
 
 from foundation.errors import InputError
 from foundation.files import CACHE
+from pretrain.model.hybrids.families import separated_kinds
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
@@ -93,12 +94,20 @@ def check_documents(model: PreTrainedModel) -> None:
 
     model: the model, on the meta device or not.
     """
-    if refusal := _mixing_part(model):
+    _refuse_mixing(model, _mixing_part(model))
+
+
+def _refuse_mixing(model: PreTrainedModel, refusal: str | None) -> None:
+    """Raise InputError if there is a reason to refuse the model."""
+    if refusal:
         raise InputError(f"model: {type(model).__name__} {refusal}; choose another model")
 
 
-def _mixing_part(model: PreTrainedModel) -> str | None:
-    """Return the reason why the tokens of packed documents would be mixed, or None."""
+def _mixing_part(model: PreTrainedModel, separated: Collection[str] = ()) -> str | None:
+    """Return the reason why the tokens of packed documents would be mixed, or None.
+
+    separated: kinds of layers, other than attention, that keep documents apart.
+    """
     config: Any = model.config
     sees_later = any(getattr(module, "is_causal", None) is False for module in model.modules())
     if config.is_encoder_decoder or sees_later:
@@ -106,7 +115,7 @@ def _mixing_part(model: PreTrainedModel) -> str | None:
     # The kind of each layer, or None if all layers are of one kind. For example, all layers of
     # Mistral have the same sliding window.
     layer_types = getattr(config, "layer_types", None)
-    supported = {"full_attention", "sliding_attention", "mlp", "moe"}
+    supported = {"full_attention", "sliding_attention", "mlp", "moe", *separated}
     unsupported = sorted({*(layer_types or ())} - supported)
     # A model with a state whose configuration has no list of layers is recurrent.
     if unsupported or (model._is_stateful and layer_types is None):
@@ -115,8 +124,8 @@ def _mixing_part(model: PreTrainedModel) -> str | None:
             "kernels that reset their state at each document"
         )
     # A model that does not use the registry ignores the attention function that is chosen, and
-    # tokens attend to other documents.
-    if not model._supports_attention_backend:
+    # tokens attend to other documents. Hybrid models use it, although they do not declare it.
+    if not model._supports_attention_backend and not separated:
         return "does not use transformers' attention registry, which keeps documents apart"
     return None
 
@@ -130,7 +139,7 @@ def check(model: PreTrainedModel, length: int) -> None:
         model: The model, on the meta device or not.
         length: Pack length in tokens.
     """
-    check_documents(model)
+    _refuse_mixing(model, _mixing_part(model, separated_kinds(model)))
     if refusal := _unsupported_scores(model) or _unsupported_value(model.config, length):
         raise InputError(f"model: {type(model).__name__} {refusal}")
 

@@ -16,6 +16,7 @@ from pretrain.model import attention
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
+from pretrain.model.hybrids.families import separate_documents
 from pretrain.model.loss.head import LossHead
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
@@ -65,6 +66,7 @@ class PackedLanguageModel(nn.Module):
         self.sharding: Sharding | None = None
         self.routing = Routing(hf)
         self.routing.in_fp32()
+        separate_documents(hf)
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
         hf.set_output_embeddings(LossHead(head, loss, self.context, name))

@@ -1,0 +1,1 @@
+"""Models with layers that have a state, such as a linear attention, on packed documents."""

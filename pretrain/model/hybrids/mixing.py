@@ -1,0 +1,129 @@
+"""The functions that mix the tokens of a hybrid model, computed for each document by itself.
+
+On a CPU, transformers' own function in torch runs once for each document. This is exact and slow.
+On a GPU, the kernels of the package fla-core compute all documents at once
+(`pretrain.model.hybrids.kernels`).
+
+The functions have the arguments of transformers' functions, after two of their own:
+
+* `plain`: transformers' function.
+* `ends`: the boundaries of the documents, as `cu_seqlens` of `pretrain.model.attention`.
+
+The row of a microbatch has T tokens. All tensors are [1, T, ...], but the input of a convolution is
+[1, channels, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.model.hybrids import kernels
+
+
+def lengths_of(ends: Tensor) -> list[int]:
+    """Return the lengths of the documents. Unused entries of `ends` are skipped."""
+    return [length for length in ends.diff().tolist() if length]
+
+
+def convolution(
+    plain: Callable[..., Tensor],
+    ends: Tensor,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the causal convolution of each channel, [1, channels, T].
+
+    weight: [channels, width]. The kernel covers a token and the `width` - 1 tokens before it.
+    """
+    if hidden_states.is_cuda:
+        return kernels.convolution(ends, hidden_states, weight, bias, activation)
+    parts = hidden_states.split(lengths_of(ends), -1)
+    return torch.cat([plain(part, weight, bias, activation) for part in parts], -1)
+
+
+def gated_delta_rule(
+    plain: Callable[..., tuple[Tensor, None]],
+    ends: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the output of the gated delta rule [1, T, heads, D], and no state.
+
+    Queries and keys are normalized in the function.
+    """
+    tensors = (query, key, value, g, beta)
+    if query.is_cuda:
+        return kernels.gated_delta_rule(ends, *tensors), None
+    lengths = lengths_of(ends)
+    documents = zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)
+    outputs = [plain(*document, use_qk_l2norm_in_kernel=True)[0] for document in documents]
+    return torch.cat(outputs, 1), None
+
+
+def scan(
+    plain: Callable[..., Tensor],
+    ends: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    **_: Any,
+) -> Tensor:
+    """Return the output of Mamba-2's scan, [1, T, heads, D].
+
+    hidden_states: [1, T, heads, D].
+    dt: time steps before their bias and softplus, [1, T, heads].
+    A, D: the decay and the residual of each head, [heads].
+    B, C: [1, T, groups, state].
+    """
+    lengths = lengths_of(ends)
+    parts = (tensor.split(lengths, 1) for tensor in (hidden_states, dt, B, C))
+    outputs = [
+        plain(
+            x,
+            steps,
+            A,
+            b,
+            c,
+            chunk_size,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            dt_limit=dt_limit,
+        )
+        for x, steps, b, c in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, 1)
+
+
+def not_fused(*_: Any, **__: Any) -> None:
+    """Return None, so that a Mamba-2 layer computes its convolution, scan and output separately.
+
+    The output projection may be in low precision, which the fused kernel would ignore.
+    """
+
+
+# Map the names of transformers' functions to the functions that separate documents.
+MIXING: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "mamba2_chunk_scan": scan,
+    "mamba2_split_conv1d_scan_combined": not_fused,
+}
