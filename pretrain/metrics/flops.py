@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
+from pretrain.model.hybrids.sizes import convolutions, layers_without_attention, state_products
 
 # FLOPs per weight and token: 2 in forward, 2 for the input gradient, 2 for the weight gradient.
 FLOPS_PER_WEIGHT = 6
@@ -123,6 +124,10 @@ class ModelFlops:
     experts_per_token: int = 0
     # Number of weights that Muon updates, or 0 with AdamW.
     hidden_weights: int = 0
+    # For a hybrid model: number of layers without attention.
+    without_attention: int = 0
+    # For a hybrid model: multiply-adds per token with the states of its layers, in forward.
+    state_products: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -170,6 +175,8 @@ class ModelFlops:
             expert_weights=active,
             idle_weights=_size(stacked) - active,
             experts_per_token=experts_per_token if stacked else 0,
+            without_attention=layers_without_attention(model),
+            state_products=state_products(model),
         )
 
     @property
@@ -182,9 +189,9 @@ class ModelFlops:
 
     @property
     def per_token_matrix(self) -> float:
-        """Return the FLOPs per token of all products with weights, forward and backward."""
+        """Return the FLOPs per token of all products with weights and states, in both passes."""
         in_layers = self.attention_weights + self.mlp_weights + self.expert_weights
-        return float(FLOPS_PER_WEIGHT * (in_layers + self.head_weights))
+        return float(FLOPS_PER_WEIGHT * (in_layers + self.head_weights + self.state_products))
 
     @property
     def per_squared_length(self) -> float:
@@ -195,7 +202,7 @@ class ModelFlops:
         FLOPs of forward, so both together take 12 n² · query_width. Causal attention takes half of
         that. Sliding windows are ignored.
         """
-        return 6.0 * self.shape.layers * self.shape.query_width
+        return 6.0 * (self.shape.layers - self.without_attention) * self.shape.query_width
 
     def step(self, tokens: int, sum_squared_lengths: float) -> float:
         """Return the FLOPs of a step.
@@ -209,13 +216,17 @@ class ModelFlops:
 
 
 def _linear_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the weights of the linear layers of `model` by module name, without the LM head."""
+    """Return the weights of the linear layers of `model` by module name, without the LM head.
+
+    The convolutions of hybrid models are included.
+    """
     head = model.get_output_embeddings()
-    return {
+    linears = {
         name: module.weight
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
+    return linears | convolutions(model)
 
 
 def _experts_per_token(model: PreTrainedModel) -> int:
@@ -260,8 +271,9 @@ def nanogpt(model: ModelFlops, length: int) -> float:
     The FLOPs are for forward and backward together, for sequences of `length` tokens. N is the
     number of parameters without learned positions and idle experts. N includes an untied input
     embedding, although no matrix product uses it. The term 12LHQT counts the scores and the
-    weighted sum of the values for all pairs of tokens, including masked pairs. L: layers, H: heads,
-    Q: head dimension, T: length.
+    weighted sum of the values for all pairs of tokens, including masked pairs. L: layers with
+    attention, H: heads, Q: head dimension, T: length.
     """
     counted = model.parameters - model.idle_weights - model.position_parameters
-    return 6.0 * counted + 12.0 * model.shape.layers * model.shape.query_width * length
+    layers = model.shape.layers - model.without_attention
+    return 6.0 * counted + 12.0 * layers * model.shape.query_width * length

@@ -35,6 +35,7 @@ from torch.linalg import vector_norm
 from foundation.errors import InputError
 from pretrain.model.gradients import gathered, gradient_of, local_part
 from pretrain.model.huggingface import decoder_layers
+from pretrain.model.hybrids.sizes import is_one_matrix
 from pretrain.optimizer.adamw import (
     ExactAdamW,
     Hyperparameters,
@@ -119,6 +120,8 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     for name, item in weights.items():
         module_name = _module_of(name)
         stacked = stacked_in(name, sizes[module_name])
+        if is_one_matrix(hf, module_name):
+            stacked = 1
         if item.inputs == 0:
             # GPT-2 stacks queries, keys and values.
             known_stacks = {1, 3}

@@ -1,0 +1,60 @@
+"""The matrices and the multiply-adds of hybrid models, for FLOPs and for Muon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pretrain.model.hybrids.families import functions_of, mixers
+
+
+def convolutions(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the weights of the convolutions by module name, [channels, 1, width].
+
+    Each channel is convolved by itself, so a token is multiplied by each weight once.
+    """
+    if not functions_of(model):
+        return {}
+    return {
+        name: module.weight for name, module in model.named_modules() if type(module) is nn.Conv1d
+    }
+
+
+def state_products(model: PreTrainedModel) -> int:
+    """Return the multiply-adds per token of the states of all layers in forward.
+
+    They are counted as in the recurrence, which is the least work. A gated delta rule multiplies
+    the state S [D of keys, D of values] of a head with the key, adds the outer product of the key
+    and the correction, and multiplies S with the query. A scan of Mamba-2 has no first product.
+    """
+    total = 0
+    for _, mixer in mixers(model) if functions_of(model) else ():
+        if hasattr(mixer, "head_v_dim"):
+            total += 3 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+        elif hasattr(mixer, "ssm_state_size"):
+            total += 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size
+    return total
+
+
+def layers_without_attention(model: PreTrainedModel) -> int:
+    """Return the number of layers without attention. It is 0 for other models."""
+    if not functions_of(model):
+        return 0
+    states = {name for name, _ in mixers(model)}
+    attentions = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "k_proj") and name not in states
+    ]
+    return model.config.get_text_config().num_hidden_layers - len(attentions)
+
+
+def is_one_matrix(model: PreTrainedModel, module_name: str) -> bool:
+    """Return True if Muon updates each weight of a module as one matrix.
+
+    The projections of a hybrid model stack matrices of different sizes, or stack them by heads. For
+    example, `in_proj_qkv` of Qwen3.5 has queries, keys and values.
+    """
+    return bool(functions_of(model)) and hasattr(model.get_submodule(module_name), "layer_idx")
