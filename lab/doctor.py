@@ -22,6 +22,7 @@ from lab.experiments.matrix_run import report_stop, run_all, say
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import find_configuration
 from pretrain.metrics.run_folder import version_of
+from pretrain.model.hybrids import kernels
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS, QUANTIZED
 from pretrain.settings.config import load_recipe
@@ -63,6 +64,9 @@ def main(options: argparse.Namespace) -> int:
         elif name not in tried:
             result += "; not tried"
         say(f"{name}: {result}")
+    if gpu:
+        reason = kernels.missing(tuple(kernels.TRIALS))
+        say(f"layers with a state (hybrid models): {reason or 'fla-core'}")
     return int(bool(failed))
 
 

@@ -90,7 +90,8 @@ def check_documents(model: PreTrainedModel) -> None:
     """Raise InputError if the model has parts that mix the tokens of packed documents.
 
     This holds for the attention functions of this project and of transformers. The functions of
-    transformers separate documents by their positions or by the arguments of FlashAttention.
+    transformers separate documents by their positions or by the arguments of FlashAttention. Hybrid
+    models are refused, because only `PackedLanguageModel` separates documents in their layers.
 
     model: the model, on the meta device or not.
     """

@@ -34,6 +34,8 @@ from pretrain.model.distributed import (
     replicas_of,
 )
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
+from pretrain.model.hybrids import kernels
+from pretrain.model.hybrids.families import functions_of
 from pretrain.optimizer import schedule
 from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.checks import (
@@ -189,6 +191,8 @@ def prepare_job(
     case = attention.Case(accelerator.device.type, flops.shape.head_dim, dtype)
     if refusal := attention.refusal_of(checked.recipe.model.attention, case):
         raise InputError(refusal)
+    if case.device_type == "cuda" and (reason := kernels.missing(functions_of(shapes))):
+        raise InputError(f"`model`: {type(shapes).__name__} {reason}")
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
     _check_data(checked.recipe, data, shapes.config)

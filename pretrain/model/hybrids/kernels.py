@@ -6,9 +6,8 @@ are called, because it imports Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,3 +35,80 @@ def gated_delta_rule(
         query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends
     )
     return output
+
+
+def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """Return the output of Mamba-2's scan, FP32 [1, T, heads, D].
+
+    The scan is a gated linear attention with queries C, keys B, values dt x and the decay exp(A dt)
+    of each head. dt is the time step after its bias, softplus and limits.
+
+    All inputs are FP32, as in transformers' function in torch. On Hopper, fla-core's backward with
+    tilelang needs this too.
+    """
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    x, dt, B, C = (tensor.float() for tensor in (x, dt, B, C))
+    heads = x.shape[2]
+    keys, queries = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (B, C))
+    values = x * dt[..., None]
+    decay = A.float() * dt
+    output, _ = chunk_simple_gla(queries, keys, values, decay, scale=1.0, cu_seqlens=ends)
+    return output + D[:, None] * x
+
+
+# ── Kernels that cannot run ──
+
+
+@cache
+def missing(names: tuple[str, ...]) -> str | None:
+    """Return the reason why some kernels cannot run on this GPU, with a remedy, or None.
+
+    Each kernel runs forward and backward once, because fla-core decides only then. For example, on
+    Hopper with Triton 3.4 to 3.7.0, its gated backward needs the package tilelang.
+
+    names: names of transformers' functions in `TRIALS`, or of others that need no kernel.
+    """
+    for name in names:
+        if name not in TRIALS:
+            continue
+        try:
+            TRIALS[name]().float().sum().backward()
+        except ImportError as error:
+            return f"needs the package fla-core (pip install fla-core==0.6.0): {error}"
+        except (RuntimeError, OSError, ValueError) as error:
+            return f"needs kernels of fla-core that fail on this GPU: {str(error).splitlines()[0]}"
+    return None
+
+
+def _drawn(*shape: int) -> Tensor:
+    """Return random BF16 values of a row of two documents on the GPU, with gradients."""
+    return torch.rand(1, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def _ends() -> Tensor:
+    return torch.tensor([0, 40, 128, 128], dtype=torch.int32, device="cuda")
+
+
+def _try_convolution() -> Tensor:
+    weight = torch.ones(64, 4, device="cuda", dtype=torch.bfloat16)
+    return convolution(_ends(), _drawn(64, 128), weight, None, "silu")
+
+
+def _try_gated_delta_rule() -> Tensor:
+    query, key, value = (_drawn(128, 2, 64) for _ in range(3))
+    return gated_delta_rule(_ends(), query, key, value, -_drawn(128, 2).float(), _drawn(128, 2))
+
+
+def _try_scan() -> Tensor:
+    decay = -torch.ones(2, device="cuda")
+    keys, queries = (_drawn(128, 1, 64) for _ in range(2))
+    return scan(_ends(), _drawn(128, 2, 64), _drawn(128, 2), decay, keys, queries, decay)
+
+
+# Map the names of transformers' functions to functions that compute small results.
+TRIALS: dict[str, Callable[[], Tensor]] = {
+    "causal_conv1d_fn": _try_convolution,
+    "torch_chunk_gated_delta_rule": _try_gated_delta_rule,
+    "mamba2_chunk_scan": _try_scan,
+}

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.model.hybrids import kernels
@@ -93,18 +94,14 @@ def scan(
     A, D: the decay and the residual of each head, [heads].
     B, C: [1, T, groups, state].
     """
+    if hidden_states.is_cuda:
+        steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
+        return kernels.scan(ends, hidden_states, steps, A, B, C, D)
     lengths = lengths_of(ends)
     parts = (tensor.split(lengths, 1) for tensor in (hidden_states, dt, B, C))
     outputs = [
         plain(
-            x,
-            steps,
-            A,
-            b,
-            c,
-            chunk_size,
-            D=D,
-            dt_bias=dt_bias,
+            *(x, steps, A, b, c, chunk_size, D, dt_bias),
             dt_softplus=True,
             dt_limit=dt_limit,
         )
