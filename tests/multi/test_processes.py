@@ -33,6 +33,15 @@ LOW = (
     "train.steps=4",
     "checkpoint.every=2",
 )
+# A model with a gated delta rule in its first layer, and attention in the second.
+HYBRID = (
+    "model.config.model_type=qwen3_5_text",
+    "model.config.layer_types=[linear_attention, full_attention]",
+    "model.config.linear_num_key_heads=16",
+    "model.config.linear_num_value_heads=16",
+    "model.config.linear_key_head_dim=4",
+    "model.config.linear_value_head_dim=4",
+)
 SERVED = ("parity=on", "evaluate.served=current", "evaluate.merge=2")
 EXACT_CURVE = dict.fromkeys(("loss", "gradient_norm", "held_out_loss", "tokens"), 1e-5)
 # Gradients that are summed in another order differ by 1e-7, and then by a bit of BF16.
@@ -48,6 +57,7 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
     "Muon's shards": ("fsdp2", MUON, MUON_CURVE),
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
     "experts": ("fsdp2", (*LOW, *SERVED), LOW_CURVE),
+    "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW), {"loss": 1e-3}),
 }
 
 

@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), _GATED_DELTA
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONVOLUTION),
-    **dict.fromkeys(("falcon_h1", "bamba", "nemotron_h", "granitemoehybrid", "zamba2"), _SCAN),
+    **dict.fromkeys(("falcon_h1", "bamba", "nemotron_h", "granitemoehybrid"), _SCAN),
 }
 # The kinds of layers in `layer_types` that these functions compute.
 _KINDS = frozenset({"linear_attention", "conv", "hybrid"})

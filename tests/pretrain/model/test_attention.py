@@ -361,8 +361,11 @@ MOE = SMALL | HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermed
         ("gemma2", SLIDING, "Gemma2.* caps its scores"),
         ("gpt_oss", SLIDING, "attention sinks .*sinks"),
         ("deepseek_v3", SMALL | HEADS | {"num_key_value_heads": 4}, "latent keys.*kernels"),
-        ("qwen3_next", SMALL | HEADS, "linear_attention.*kernels that reset their state"),
-        ("granitemoehybrid", SMALL | HEADS | {"mamba_n_heads": 2}, "linear_attention.*kernels"),
+        (
+            "mamba2",
+            SIZES | {"num_heads": 4, "head_dim": 16},
+            "linear_attention.*kernels that reset",
+        ),
         ("phi3", SMALL | HEADS | LONGROPE, "longrope.*`data.length`"),
         ("llama4_text", SMALL | HEADS, "has modules besides the base model .*: model;"),
         (

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from foundation.errors import InputError
 from pretrain.model.configuration import config_values
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
+from pretrain.model.hybrids.families import FAMILIES
 from pretrain.observe.update_check import is_decayed
 from pretrain.optimizer.adamw import groups_of
 from pretrain.optimizer.muon import Hidden, hidden_parameters
@@ -24,14 +25,15 @@ from pretrain.settings.recipe import LossSettings
 
 # The language models of transformers that `check_architecture` accepts.
 NAMES = """
-afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama doge
-ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text
+afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama doge
+ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text
 gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe
 granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum
 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat nemotron
-olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-smollm3 solar_open starcoder2 vaultgemma
+nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
+vaultgemma
 """
 TRAINED = NAMES.split()
 # Values of the keys that a configuration has, under any of their names.
@@ -46,10 +48,20 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "logits_scaling"), 1.0),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping")),
 }
-# Types that train if all layers are of this kind.
-MIXED_LAYERS = {"granitemoehybrid", "lfm2_moe", "lfm3", "minimax"}
+QWENS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+# Kinds of two layers of types whose configuration has no kinds for any number of layers.
+MIXED_LAYERS = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv", "full_attention")),
+    "minimax": ("full_attention", "full_attention"),
+    **dict.fromkeys(
+        ("granitemoehybrid", "nemotron_h", "olmo_hybrid", *QWENS),
+        ("linear_attention", "full_attention"),
+    ),
+}
 # Patterns for the names of parameters in decoder layers, and of the parameters of routers.
 IN_LAYER = re.compile(r"\.\d+\.")
+# Modules of hybrid models whose projections stack matrices of several sizes, or by heads.
+MIXER = re.compile(r"\.(linear_attn|self_attn|mamba|mixer|conv)$")
 ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
 # Types that train, but whose layers stack matrices in a layout that Muon does not know.
 UNKNOWN_LAYOUTS = {"aria_text", "ctrl", "gpt_bigcode", "gpt_neox", "jetmoe", "persimmon", "phi3"}
@@ -61,13 +73,14 @@ def built(model_type: str) -> PreTrainedModel:
     keys = config_values(kind, {})
     names = {kind.attribute_map.get(key, key): value for key, value in SIZES.items()}
     values = {name: value for name, value in names.items() if name in keys}
-    changes = {"layer_types": ["full_attention"] * 2} if model_type in MIXED_LAYERS else {}
+    layer_types = MIXED_LAYERS.get(model_type)
+    changes: dict[str, Any] = {"layer_types": list(layer_types)} if layer_types else {}
     model = build_on_meta(kind.from_dict(values | changes | {"model_type": model_type}))
     check_architecture(model, 64, LossSettings())
     return model
 
 
-def muon_matrices(model: nn.Module) -> dict[str, int]:
+def muon_matrices(model: PreTrainedModel) -> dict[str, int]:
     """Map the name of each parameter that Muon must update to its number of matrices.
 
     These are the matrices in the layers, except for routers. The rule is derived from names and
@@ -83,11 +96,13 @@ def muon_matrices(model: nn.Module) -> dict[str, int]:
             module = name.removesuffix(".weight").rpartition(".")[0]
             modules[module][name] = parameter
     matrices = {}
-    for parameters in modules.values():
+    for module, parameters in modules.items():
         # The size of the second largest parameter, or of the only one.
         size = sorted(map(torch.numel, parameters.values()))[-2:][0]
         for name, parameter in parameters.items():
             stacked = max(parameter.numel() // size, 1)
+            if model.config.model_type in FAMILIES and MIXER.search(module):
+                stacked = 1
             if parameter.requires_grad:
                 matrices[name] = stacked * math.prod(parameter.shape[:-2])
     return matrices
