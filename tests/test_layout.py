@@ -192,6 +192,7 @@ def test_gpu_machines_install_the_measured_versions():
 # Names of distributions that differ from the name of their package.
 DISTRIBUTIONS = {
     "cut_cross_entropy": "cut-cross-entropy",
+    "fla": "fla-core",
     "flash_attn": "flash-attn-4",
     "mlflow": "mlflow-skinny",
     "transformer_engine": "transformer-engine",

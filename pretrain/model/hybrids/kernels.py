@@ -75,7 +75,7 @@ def missing(names: tuple[str, ...]) -> str | None:
         try:
             TRIALS[name]().float().sum().backward()
         except ImportError as error:
-            return f"needs the package fla-core (pip install fla-core==0.6.0): {error}"
+            return f"needs the package fla-core (pip install -r requirements-cuda.txt): {error}"
         except (RuntimeError, OSError, ValueError) as error:
             return f"needs kernels of fla-core that fail on this GPU: {str(error).splitlines()[0]}"
     return None
