@@ -2,9 +2,10 @@
 
 `metrics.jsonl` has one JSON object per line. It contains every step exactly once, even if the run
 was stopped and resumed several times. After a resume, W&B continues the run whose identifier is in
-`trackers.json` in the run folder. If the run was killed, the resumed run repeats the steps after
-its last checkpoint, and a tracker may still show the first values of these steps. A tracker that
-fails during the run receives no more records, and the training continues.
+`trackers.json` in the run folder, and trackio continues the run with the folder's name. If the run
+was killed, the resumed run repeats the steps after its last checkpoint, and a tracker may still
+show the first values of these steps. A tracker that fails during the run receives no more records,
+and the training continues.
 """
 
 from __future__ import annotations
@@ -147,11 +148,16 @@ class Trackers:
             return TensorBoardTracker(name, self._run_dir, purge_step=purge_step)
         if name == "wandb":
             options = {"dir": str(self._run_dir), "name": self._run_dir.name}
-            # In a W&B sweep, the sweep's agent has set the identifier of the run.
-            if not {"WANDB_SWEEP_ID", "WANDB_RUN_ID"} & os.environ.keys():
+            # In a W&B sweep, the sweep's agent has set the identifier of the run. W&B refuses an
+            # empty one, which a script may have set.
+            if not os.environ.get("WANDB_RUN_ID"):
+                os.environ.pop("WANDB_RUN_ID", None)
                 options |= {"id": self._run_id(), "resume": "allow"}
             return WandBTracker(self._log.project, **options)
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        if name == "trackio":
+            resume = "allow" if self.file.resumed_step else "never"
+            return tracker_class(self._log.project, name=self._run_dir.name, resume=resume)
         if tracker_class.requires_logging_directory:
             return tracker_class(self._log.project, self._run_dir)
         return tracker_class(self._log.project)
