@@ -112,13 +112,15 @@ def launch(arguments: argparse.Namespace) -> int:
         distributed.refused_together(
             lambda: check_free(run_dir, address) if is_main_process else None
         )
-    job = prepare_job(
-        recipe, accelerator, arguments.overrides, open_prepared if arguments.plan else open_data
-    )
+    opener = partial(open_prepared, arguments.recipe) if arguments.plan else open_data
+    job = prepare_job(recipe, accelerator, arguments.overrides, opener)
     check_step(job.recipe, job.plan.packs)
     # The job of an evaluation after the training is checked now too.
     evaluation = served_job(job, accelerator) if job.recipe.evaluate.served else None
     console = open_console(job, accelerator, notices)
+    for active in job.plan.precisions:
+        if active.notice:
+            console.warning(active.notice)
     if arguments.plan:
         return print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (

@@ -34,8 +34,9 @@ from packing.tokenizer import load_tokenizer
 
 # Warning about packs whose source differs from the recorded one.
 _CHANGED = (
-    "WARNING: the source has changed since then: its files are missing, or have other names, sizes "
-    "or dates. The earlier documents are used. To pack the present documents, remove these packs"
+    "WARNING: the source has changed since these packs were prepared: its files are missing, or "
+    "have other names, sizes or dates. The earlier documents are used. To pack the present "
+    "documents, remove these packs"
 )
 
 
@@ -60,8 +61,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(source) else _make_alone(source, progress)
-        if progress:
-            say(summary(manifest) if manifest else _exists_message(source))
+        if manifest:
+            say(summary(manifest), progress)
+        elif progress and _has_changed(source):
+            say(f"{source.packs}: {_CHANGED}")
     return settings.packs
 
 
@@ -70,22 +73,20 @@ def _is_rank() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def _exists_message(source: DataSettings) -> str:
-    """Return a message about packs that exist, with a warning if their source has changed.
+def _has_changed(source: DataSettings) -> bool:
+    """Return True if the source of packs that exist has changed since they were prepared.
 
-    There is no warning if the packs do not record the identity of their source, or if the source is
-    in object storage. Its objects would have to be copied.
+    Return False if the packs do not record the identity of their source, or if the source is in
+    object storage. Its objects would have to be copied.
     """
-    message = f"{source.packs}: these packs are already prepared with these settings"
     recorded = read_manifest(folder_of(source))["statistics"].get("source_identity")
     if recorded is None or is_address(str(source.source)):
-        return message
+        return False
     with suppress(InputError, OSError):
         opened = open_source(source, Records((), ()))
         # The name of a folder that is gone may be the name of a dataset of the hub.
-        if opened.is_local and opened.identity == recorded:
-            return message
-    return f"{message}. {_CHANGED}"
+        return not opened.is_local or opened.identity != recorded
+    return True
 
 
 def _make_alone(source: DataSettings, progress: bool) -> dict[str, Any] | None:
@@ -251,8 +252,6 @@ def summary(manifest: dict[str, Any]) -> str:
     values = dict(manifest["statistics"])
     if held_out := manifest["splits"].get("held_out"):
         values["held_out_tokens"] = held_out["tokens"]
-    if tokenizer := manifest["tokenizer"]:
-        values["tokenizer"] = tokenizer["name"]
     if "fill" in values:
         values["fill"] = f"{100 * values['fill']:.2f} %"
     lines = []

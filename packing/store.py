@@ -33,7 +33,7 @@ from packing.tokenizer import load_tokenizer
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
-    "either run `python -m pretrain prepare RECIPE`, which needs `data.source` and "
+    "either make packs with `python -m pretrain prepare`, which needs `data.source` and "
     "`data.tokenizer`, or set `data.packs` to packs that exist"
 )
 

@@ -167,7 +167,8 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     elif HUB_NAME.fullmatch(split_revision(tokenizer)[0]):
         folder = _download(tokenizer)
     else:
-        raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {_CHOOSE}")
+        remedy = "run `make demo`, which trains it" if tokenizer.startswith("demo/") else _CHOOSE
+        raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {remedy}")
     file = folder / name
     return file if file.is_file() else None
 

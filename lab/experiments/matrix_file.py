@@ -282,7 +282,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             cell = _make_cell(settings, environment, name, values, common, on_gpu=on_gpu)
             # Check that each key in braces in `train.begin_with` is a key of the recipe.
             branch_checkpoint(cell.recipe)
-            check_launch(cell.recipe, processes)
+            check_launch(cell.recipe, processes, cell.overrides)
             if cell.run_dir in cells:
                 raise InputError(
                     f"this cell has the same run folder as cell {cells[cell.run_dir].name}; add "

@@ -30,7 +30,6 @@ from foundation.gpus import visible_gpus
 from foundation.overrides import overridden
 from foundation.reading import load_yaml
 from foundation.signals import handling
-from foundation.units import plural
 from pretrain.launch import script
 from pretrain.launch.environment import is_true
 from pretrain.settings.config import load_recipe
@@ -65,12 +64,10 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for a mistake in the recipe or in the Accelerate configuration.
     """
     recipe = load_recipe(options.recipe, options.overrides)
-    configuration, processes, reason = choose_configuration(
-        recipe, options.config, options.processes
-    )
+    configuration, processes = choose_configuration(recipe, options.config, options.processes)
     launch = Launch(configuration, tuple(training_arguments(options)), processes)
     # Flush, so that the command comes before the output of the processes in a log file.
-    print(f"{reason}{shlex.join(['accelerate', 'launch', *launch.arguments])}", flush=True)
+    print(launch.text, flush=True)
     content = load_yaml(configuration)
     machines = content.get("num_machines")
     if machines not in (None, 0, 1):
@@ -82,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
 
 def choose_configuration(
     recipe: Recipe, config: str | None, processes: int | None
-) -> tuple[Path, int | None, str]:
+) -> tuple[Path, int | None]:
     """Choose the configuration for this machine, and the number of processes.
 
     Each process needs at least one pack in every step. So if a step has fewer packs than there are
@@ -91,21 +88,18 @@ def choose_configuration(
     config: configuration that the user has set, or None.
     processes: number that the user has set, or None.
 
-    Returns three values: the path of the configuration, the number of processes, and a line with
-    the reason for the choice. If the second value is None, the configuration sets the number of
-    processes. The line is empty if the user has set the configuration.
+    Returns the path of the configuration, and the number of processes. If the number is None, the
+    configuration sets it.
     """
     if config:
-        return find_configuration(config), processes, ""
+        return find_configuration(config), processes
     gpus = count_gpus()
     packs = recipe.batch.tokens // recipe.data.length
     number = processes or min(gpus, packs)
     name = "bf16" if gpus else "cpu"
     if number > 1:
         name = "ddp"
-    devices = plural(gpus, "GPU") if gpus else "no GPU"
-    reason = f"{devices}, {plural(packs, 'pack')} in a step: {name}.yaml (--config sets another)\n"
-    return CONFIGURATIONS / f"{name}.yaml", number if number > 1 else None, reason
+    return CONFIGURATIONS / f"{name}.yaml", number if number > 1 else None
 
 
 def count_gpus() -> int:
@@ -193,8 +187,13 @@ class Launch:
         return [*options, os.path.relpath(SCRIPT), *self.script_arguments]
 
     @property
+    def text(self) -> str:
+        """Return the command for a user."""
+        return shlex.join(["accelerate", "launch", *self.arguments])
+
+    @property
     def command(self) -> list[str]:
-        """Return the complete command, which a user can type too.
+        """Return the complete command, as a program starts it.
 
         `--quiet` suppresses the traceback that accelerate prints after the training's own error
         message.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -83,16 +84,17 @@ class Console:
             f"eval {self._position(record['step'])}",
             f"held-out loss {record['held_out_loss']:.4f}",
             f"perplexity {record['held_out_perplexity']:.4g}",
+            f"in {duration(seconds)}",
         ]
-        figures.append(f"in {duration(seconds)}")
         self.notice(SEPARATOR.join(figures))
 
     def sample(self, prompt: str, text: str) -> None:
         """Print a prompt and the text that the model generated after it.
 
-        Control characters are replaced by escapes.
+        Control characters are replaced by escapes, and several empty lines by one.
         """
-        lines = [f"{INDENT}│ {line}" for line in _escape_controls(text).split("\n")]
+        shown = re.sub(r"\n(\s*\n)+", "\n\n", _escape_controls(text))
+        lines = [f"{INDENT}│ {line}" for line in shown.split("\n")]
         self.notice(f"{INDENT}sample after {_escape_controls(prompt)}", *lines)
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
@@ -143,7 +145,7 @@ class Console:
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"
         if "mfu_bf16_peak" in record:
             mfu = percent(self._rate("mfu_bf16_peak", milliseconds))
-            yield f"MFU {mfu:>6} ({record['calculation_method']})"
+            yield f"MFU {mfu:>6}"
         yield f"{memory(record['memory_gib']):>9}"
         waited = math.fsum(step["data_wait_ms"] for step in self._since_line)
         yield f"data wait {percent(waited / milliseconds):>6}"

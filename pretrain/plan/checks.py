@@ -8,6 +8,7 @@ matrix of runs calls `check_launch` for each of its runs. No function imports to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -65,16 +66,17 @@ def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
     )
 
 
-def check_launch(recipe: Recipe, world_size: int | None) -> None:
+def check_launch(recipe: Recipe, world_size: int | None, overrides: Sequence[str] = ()) -> None:
     """Check a recipe before its launch, when the device, the model and the data are not known.
 
     Checks that depend on the device, the model or the data are omitted.
 
     recipe: a recipe that sets `precision`.
     world_size: number of devices, or None if the number is not known before the launch.
+    overrides: key=value overrides on the command line of the launch.
     """
     names = [name for _, name in phases_of(recipe.precision)]
-    check_settings(recipe, names[0], world_size)
+    check_settings(recipe, names[0], world_size, overrides)
     for name in filter(None, [*names, recipe.evaluate.served]):
         # With `on_unsupported: fallback`, the precision that is used depends on the device.
         if recipe.fp8_config.on_unsupported != "fallback":
@@ -82,11 +84,15 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
             check_fit(ActivePrecision(name, precision, "emulation"), recipe)
 
 
-def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
+def check_settings(
+    recipe: Recipe, precision: str, world_size: int | None, overrides: Sequence[str] = ()
+) -> None:
     """Check the recipe for contradictions between its sections.
 
     precision: name of the precision of the first phase.
     world_size: number of devices, or None if the number is not known.
+    overrides: key=value overrides on the command line. If they set the length of the run, the
+        training shortens a schedule that is too long, so it is no error.
     """
     data = recipe.data
     batch = recipe.batch
@@ -122,7 +128,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     # With `train.epochs`, the number of steps depends on the number of packs, which is not known.
     if recipe.train.epochs is None:
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
-        schedule.check(recipe.schedule, steps)
+        fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
+        schedule.check(fitted.schedule, steps)
         last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
         merge = recipe.evaluate.merge
         every = recipe.checkpoint.every or steps

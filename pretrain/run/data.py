@@ -134,13 +134,16 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
 
-def open_prepared(settings: DataSettings, *, is_main_process: bool) -> Data:
-    """Open the packs like `open_data`, but raise InputError if they are missing."""
+def open_prepared(recipe: Path, settings: DataSettings, *, is_main_process: bool) -> Data:
+    """Open the packs like `open_data`, but raise InputError if they are missing.
+
+    recipe: the file of the recipe, for the message.
+    """
     missing = unprepared(settings)
     if missing and settings.prepares:
         raise InputError(
             f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare "
-            "RECIPE`, or use `python -m pretrain plan RECIPE`, which needs no packs"
+            f"{recipe}`, or use `python -m pretrain plan {recipe}`, which needs no packs"
         )
     return open_data(settings, is_main_process=is_main_process)
 

@@ -223,6 +223,8 @@ def load_assembly(
             f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
             "set `model.source`"
         )
+    if job.plan.emulated:
+        console.warning("precisions that this device does not support are emulated")
     assembly = assemble(job, accelerator)
     if source is not None:
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):

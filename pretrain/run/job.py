@@ -252,16 +252,12 @@ def check_recipe(
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
     check_trackers(recipe.log)
-    fitted = recipe
-    if recipe.train.epochs is None:
-        steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-        fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
     phases = [
         (until, select_precision(name, recipe.fp8_config, missing))
         for until, name in phases_of(recipe.precision)
     ]
     _, first = phases[0]
-    check_settings(fitted, first.precision.name, processes)
+    check_settings(recipe, first.precision.name, processes, overrides)
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.

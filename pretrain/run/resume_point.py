@@ -8,7 +8,6 @@ a checkpoint resumes from it and ignores `train.begin_with`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from pretrain.checkpoint.folders import newest_in
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
-from pretrain.metrics.run_record import NoStepYet, read_run
+from pretrain.metrics.run_record import NoStepYet, as_text, read_run
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.job import Job
@@ -221,12 +220,18 @@ def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
     return ScheduleSettings(**settings), peak, record["progress"]["steps"]
 
 
-def lines_of(changes: Changes) -> list[str]:
-    """Return a line of text for each changed key, with its saved and its present value."""
-    return [
-        f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
-        for key, (saved, present) in changes.items()
-    ]
+def in_words(changes: Changes) -> str:
+    """Return the changed keys, each with its saved and its present value.
+
+    Options that only one of two precisions has are omitted, because they follow from `precision`.
+    """
+    hidden = "fp8_config." if "precision" in changes else ()
+    lines = []
+    for key, pair in changes.items():
+        if not (key.startswith(hidden) and None in pair):
+            saved, present = (as_text(value, key) for value in pair)
+            lines.append(f"{key} (was {saved}, now {present})")
+    return ", ".join(lines)
 
 
 def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:
@@ -244,9 +249,10 @@ def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:
         metrics.jsonl does not record its rollbacks. Then the number is taken from the checkpoint's
         counters, which count all rollbacks.
 
-    `notes` has a line for each change.
+    `notes` has a line with the changes, except for the key that starts a branch.
     """
-    notes = [f"the recipe has changed: {line}" for line in lines_of(changes)]
+    shown = in_words({key: pair for key, pair in changes.items() if key != "train.begin_with"})
+    notes = [f"changed settings: {shown}"] if shown else []
     return replace(source, notes=notes, past=_past(source, changes))
 
 
@@ -306,14 +312,13 @@ def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> No
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    lines = "".join(f"  {line}\n" for line in lines_of(changes))
     message = (
-        f"{source.path}: the checkpoint was made by another recipe:\n{lines}"
-        "To start a new run, set another `name` or `run_dir`, without --resume."
+        f"{source.path}: the checkpoint was made by another recipe: {in_words(changes)}. To start "
+        "a new run, set another `name` without --resume."
     )
     # The state of the other optimizer does not fit, and a finished run has no step left.
     if "optimizer.name" not in changes and source.step < job.plan.steps:
-        message += " To continue this run with the present values, pass --accept-changes."
+        message += " To continue with the present values, pass --accept-changes."
     if only_schedule:
         message += " To continue with this schedule, pass an earlier checkpoint to --resume."
     raise InputError(message)

@@ -265,18 +265,12 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 
 
 def open_console(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Return a new console of the run, after printing notices to it.
-
-    There are three kinds of notices: `Plan.notices`, `notices`, and a warning for each precision of
-    the recipe that is replaced by another precision.
+    """Return a new console of the run, after printing `Plan.notices` and `notices` to it.
 
     notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     console.notice(*job.plan.notices, *notices)
-    for active in job.plan.precisions:
-        if active.notice:
-            console.warning(active.notice)
     return console
 
 
@@ -308,8 +302,7 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     Raises InputError if the launch would be refused.
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
-    lines = [render(job.plan)]
+    console.notice(render(job.plan))
     if source is not None:
-        lines += [f"the run continues from {source.path}", *source.notes]
-    console.notice("\n".join(lines))
+        console.notice(f"the run continues from {source.path}", *source.notes)
     return 0

@@ -45,9 +45,10 @@ def test_prepare_reads_a_recipe_and_overrides(recipe: Path, tmp_path: Path, caps
 def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsys) -> None:
     assert main(["inspect", str(recipe)]) == 2
     assert f"{tmp_path}/packs: no such file or folder" in capsys.readouterr().err
-    assert main(["prepare", str(recipe)]) == 0
+    assert main(["prepare", str(recipe)]) == main(["prepare", str(recipe)]) == 0
     assert main(["inspect", str(recipe)]) == 0
     printed = capsys.readouterr()
+    assert printed.err.count("packs: these packs are already prepared") == 1
     assert f"{tmp_path}/packs: ArrowPacks of 128 tokens" in printed.out
     assert re.search(r"  fill +\d+\.\d\d %\n", printed.out)
     assert re.search(r"  cut documents +9\n", printed.err)

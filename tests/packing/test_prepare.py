@@ -217,9 +217,8 @@ def test_a_changed_source_is_reported_at_every_start(
     def warned(settings: DataSettings = held_out) -> bool:
         prepare(settings)
         output = capsys.readouterr().err
-        assert output.count("are already prepared") == 1
-        assert output.count("WARNING: the source has changed since then") <= 1
-        return "WARNING" in output
+        assert output.count("\n") == output.count("WARNING: the source has changed") <= 1
+        return bool(output)
 
     assert not warned()
     corpus.touch()

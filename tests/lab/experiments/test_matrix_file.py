@@ -44,9 +44,10 @@ def test_cells_are_in_the_order_of_the_file(matrix):
 
 
 def test_cells_override_the_command_line_which_overrides_the_matrix(matrix, tmp_path):
-    overrides = {"optimizer": {"clip": None}, "train.steps": 5}
+    # The training shortens the warmup to its steps.
+    overrides = {"optimizer": {"clip": None}, "schedule.warmup": 9, "train.steps": 5}
     (cell,) = matrix("train.steps=7", overrides=overrides, axes={"seed": [3]}).cells
-    settings = ("optimizer.clip=null", "train.steps=7", "seed=3")
+    settings = ("optimizer.clip=null", "schedule.warmup=9", "train.steps=7", "seed=3")
     assert cell.overrides == (*settings, f"run_dir={tmp_path}/runs/seed=3")
     recipe = cell.recipe
     assert (recipe.optimizer.clip, recipe.optimizer.learning_rate) == (None, 0.01)

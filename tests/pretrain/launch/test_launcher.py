@@ -56,8 +56,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_train_prints_the_command_and_trains(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     out, err = start(tmp_path, small_recipe, "train.steps=3").communicate()
-    reason, command, *_ = out.splitlines()
-    assert reason == "no GPU, 8 packs in a step: cpu.yaml (--config sets another)"
+    command, *_ = out.splitlines()
     assert shlex.split(command) == [
         *("accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"),
         *("train_accelerate.py", str(tmp_path / "recipe.yaml"), "train.steps=3"),
@@ -209,7 +208,7 @@ def test_the_configuration_fits_the_machine(
 ) -> None:
     monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
     recipe = parse(Recipe, small_recipe, "recipe.yaml")
-    path, number, _ = launcher.choose_configuration(recipe, None, processes)
+    path, number = launcher.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
 
 

@@ -37,7 +37,7 @@ def test_a_step_is_one_line_that_labels_each_figure():
         "loss": "2.1337",
         "lr": "1.96e-05",
         "grad": "1.52",
-        "MFU": "49.6 % (ours)",
+        "MFU": "49.6 %",
         "data wait": "0.1 %",
     }
     for label, figure in labelled.items():

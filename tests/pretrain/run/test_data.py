@@ -36,11 +36,12 @@ def data(settings: DataSettings) -> Data:
 
 
 def test_a_plan_of_this_machine_prepares_no_packs(settings: DataSettings) -> None:
-    with pytest.raises(InputError, match=r"`data\.packs`.*not prepared.*pretrain prepare"):
-        open_prepared(settings, is_main_process=False)
+    recipe = Path("my.yaml")
+    with pytest.raises(InputError, match=r"`data\.packs`.*not prepared.*prepare my\.yaml`"):
+        open_prepared(recipe, settings, is_main_process=False)
     assert not settings.packs.exists()
     prepared = open_data(settings, is_main_process=False).train.fingerprint
-    assert open_prepared(settings, is_main_process=False).train.fingerprint == prepared
+    assert open_prepared(recipe, settings, is_main_process=False).train.fingerprint == prepared
 
 
 def test_mean_squared_equals_a_plain_sum(data: Data) -> None:
