@@ -12,6 +12,8 @@ TERA = 1e12
 GIB = 2**30
 # Text for an unknown value.
 UNKNOWN = "–"
+# Largest width of `tables`, in characters.
+WIDTH = 100
 
 
 def count(value: float) -> str:
@@ -103,6 +105,33 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
     rules += ["-" * (width + 1) + ":" for width in widths[names:]]
     lines.insert(1, f"|{'|'.join(rules)}|")
     return "\n".join(lines)
+
+
+def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a line with the values that are equal in all rows, and a table of the other columns.
+
+    A table that would be wider than WIDTH is continued in another table, which also begins with the
+    first column. A column of unknown values is omitted.
+    """
+    names, *others = zip(header, *rows, strict=True)
+    equal = []
+    parts = [[names]]
+    for column in others:
+        title, *values = column
+        if len(rows) > 1 and len({*values}) == 1:
+            equal += [f"{title} {text}" for text in {*values} - {UNKNOWN}]
+            continue
+        if table([*parts[-1], column]).index("\n") > WIDTH:
+            parts.append([names])
+        parts[-1].append(column)
+    shared = [f"Equal in all rows: {', '.join(equal)}."] if equal else []
+    return "\n\n".join([*shared, *map(table, parts)])
+
+
+def table(columns: Sequence[Sequence[str]]) -> str:
+    """Return the Markdown table of columns. The title of a column is its first element."""
+    header, *rows = zip(*columns, strict=True)
+    return markdown(header, rows)
 
 
 def with_bar(value: float | None, bar: float | None, form: str) -> str:

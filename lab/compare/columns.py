@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from foundation.units import UNKNOWN, count, markdown, memory, percent, signed
+from foundation.units import UNKNOWN, count, memory, percent, signed, tables
 from lab.compare.comparison import ComparedRun, hardware_speed
 from lab.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import (
@@ -46,13 +46,10 @@ class Column:
         return UNKNOWN if value is None else self.form(value) + self.suffix(row)
 
 
-def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """Return a Markdown table with one line for each row."""
+def tables_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
+    """Return Markdown tables with one line for each row (`foundation.units.tables`)."""
     header = [column.title for column in columns]
-    cells = [[column.text(row) for column in columns] for row in rows]
-    # `markdown` aligns the first `names` columns to the left. These are the text columns, because
-    # text columns always come before number columns.
-    return markdown(header, cells, names=sum(column.is_text for column in columns))
+    return tables(header, [[column.text(row) for column in columns] for row in rows])
 
 
 def _summary_column(
@@ -159,7 +156,6 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             "tokens_per_second",
             "{:,.0f}".format,
             is_shown=lambda run: not run.side_by_side,
-            suffix=lambda compared: " (emulated)" if compared.run.emulated else "",
         ),
         Column(
             "× baseline",
@@ -171,13 +167,6 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             "MFU",
             "model FLOPs utilization: the model's FLOP/s divided by the device's BF16 peak",
             "mfu_bf16_peak",
-            percent,
-            is_shown=hardware_speed,
-        ),
-        _summary_column(
-            "MFU, nanoGPT's",
-            "model FLOPs utilization with the number of FLOPs that nanoGPT counts",
-            "mfu_nanogpt",
             percent,
             is_shown=hardware_speed,
         ),

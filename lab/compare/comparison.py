@@ -146,8 +146,8 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")
     if len(runs) > 1 and max(len(run.steps) for run in runs) * LAST_SHARE < FEWEST_STEPS:
         notes.append(
-            f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps. They show nothing "
-            "about the effect of a setting or a precision on the loss of a longer training."
+            f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps, so they show nothing "
+            "about the loss of a longer training."
         )
     return notes
 

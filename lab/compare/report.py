@@ -10,10 +10,12 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from lab.compare.columns import figures_of, table_of
+from foundation.units import WIDTH
+from lab.compare.columns import figures_of, tables_of
 from lab.compare.comparison import ComparedRun, compare, notes_on
 from lab.compare.differences import MARGIN
 from lab.compare.fairness import check_comparable
@@ -59,17 +61,13 @@ class Report:
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
         parts = [self.seeds.answer()]
-        if len(self.seeds.results) > 1:
+        # Without a group of several runs, the answer has the results of all groups.
+        if len(self.seeds.results) < len(self.compared_runs):
             columns = self.seeds.columns()
-            meanings = [
-                f"{column.title}: {column.meaning}." for column in columns if column.meaning
-            ]
-            parts += [
-                table_of(columns, self.seeds.results),
-                _bullets([*meanings, *self.seeds.notes]),
-            ]
-        parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
-        parts.append(_bullets(notes_on(self.compared_runs)))
+            meanings = [f"{column.title}: {column.meaning}" for column in columns if column.meaning]
+            parts += [tables_of(columns, self.seeds.results), _bullets(meanings)]
+        parts.append(tables_of(figures_of(self.compared_runs), self.compared_runs))
+        parts.append(_bullets([*self.seeds.notes, *notes_on(self.compared_runs)]))
         return list(filter(None, parts))
 
     def write(self, page: Path) -> None:
@@ -78,8 +76,8 @@ class Report:
 
 
 def _bullets(notes: Iterable[str]) -> str:
-    """Return a Markdown list with one item for each note."""
-    return "\n".join(f"* {note}" for note in notes)
+    """Return a Markdown list with one item for each note, in lines of at most WIDTH columns."""
+    return "\n".join(fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes)
 
 
 def main(options: argparse.Namespace) -> int:

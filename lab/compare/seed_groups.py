@@ -17,8 +17,14 @@ from foundation.units import UNKNOWN, plural, signed
 from lab.compare.columns import Column
 from lab.compare.comparison import ComparedRun
 from lab.compare.differences import (
+    BETTER,
+    BEYOND_MARGIN,
+    CANNOT_TELL,
     CONFIDENCE,
+    EQUIVALENT,
     MARGIN,
+    WITHIN_MARGIN,
+    WORSE,
     LossDifference,
     Sample,
     error_of,
@@ -33,6 +39,15 @@ LOSSES = {
     "served_loss": "held-out loss as served",
     "held_out_loss": "held-out loss",
     LOSS_KEY: "loss at the end",
+}
+# Map the endings of verdicts to their meanings (`LossDifference.verdict`).
+MEANINGS = {
+    EQUIVALENT: "no difference is shown, and one as large as the margin is excluded",
+    WITHIN_MARGIN: "a difference is shown, and it is smaller than the margin",
+    BEYOND_MARGIN: "the difference is larger than the margin",
+    WORSE: "a cost is shown, and a cost above the margin is not excluded",
+    BETTER: "a gain is shown, and a gain above the margin is not excluded",
+    CANNOT_TELL: "no difference is shown, and a large one is not excluded: train more seeds",
 }
 
 
@@ -131,6 +146,13 @@ class SeedComparison:
         """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
         base = self.results[0].name
         confidence = f"{100 * (1 - self.error):.3g} %"
+        verdicts = dict.fromkeys(group.verdict for group in self.results)
+        meanings = [
+            f"{verdict} ({meaning})"
+            for verdict in verdicts
+            for ending, meaning in MEANINGS.items()
+            if verdict.endswith(ending)
+        ]
         return [
             Column("runs", "", lambda group: group.name, is_text=True),
             Column(
@@ -139,22 +161,15 @@ class SeedComparison:
                 lambda group: len(group.difference.by_seed if group.difference else group.losses),
             ),
             Column(
-                LOSSES[self.loss_key],
-                "",
-                lambda group: group.loss_text,
-            ),
-            Column(
                 f"minus {base}",
-                f"loss of a run minus the loss of the {base} run with the same seed, averaged over "
-                "seeds, in nats per token",
+                "mean difference of runs with the same seed, in nats per token",
                 lambda group: group.difference and group.difference.mean,
                 signed,
             ),
             Column(
                 f"± {confidence}",
-                f"half-width of the {confidence} interval of the difference over seeds. All rows "
-                f"together have a confidence of {100 * CONFIDENCE:.0f} %, after any number of "
-                f"seeds; at least {fewest_seeds(self.error)} seeds are needed",
+                f"half-width of its interval. All rows together have {100 * CONFIDENCE:.0f} % "
+                "confidence, after any number of seeds",
                 lambda group: group.difference and group.difference.half_width(self.error),
                 "{:.4f}".format,
             ),
@@ -166,17 +181,8 @@ class SeedComparison:
                 ),
                 lambda share: signed(100 * share, 2),
             ),
-            Column(
-                "verdict",
-                f"equivalent: the narrower {100 * (1 - 2 * self.error):.3g} % interval of the "
-                f"difference lies within the margin of ± {100 * self.margin:g} % of {base}'s loss "
-                f"(two one-sided tests). Worse or better: the {confidence} interval lies on one "
-                "side of zero. Worse or better, within the margin: the narrower interval also lies "
-                "within the margin. Worse or better by more than the margin: the whole "
-                f"{confidence} interval lies beyond the margin. `python -m pretrain which` gives "
-                "the same verdicts",
-                lambda group: group.verdict,
-            ),
+            Column("verdict", "; ".join(meanings), lambda group: group.verdict),
+            Column(LOSSES[self.loss_key], "", lambda group: group.loss_text),
         ]
 
     def answer(self) -> str:
@@ -188,7 +194,8 @@ class SeedComparison:
         if not compared:
             return base.name
         results = "; ".join(f"{group.name} ({group.result})" for group in compared)
-        return f"Against {base.name}, margin ± {100 * self.margin:g} %: {results}."
+        loss = LOSSES[self.loss_key]
+        return f"Against {base.name}, {loss}, margin ± {100 * self.margin:g} %: {results}."
 
 
 def _compared_loss(runs: Sequence[RunRecord]) -> str:

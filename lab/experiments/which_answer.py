@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from foundation.files import write_json
-from foundation.units import UNKNOWN, count, markdown, memory, or_dash, signed
+from foundation.units import UNKNOWN, count, memory, or_dash, signed, tables
 from lab.compare.differences import EQUIVALENT, WITHIN_MARGIN, LossDifference
 from lab.experiments.matrix_file import as_overrides
 from lab.experiments.protocol import Protocol, Rounds
@@ -28,6 +27,7 @@ def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
     text = answer(trainings, protocol, verdicts)
     content = {
         "answer": text,
+        "conditions": conditions(trainings, protocol),
         "protocol": asdict(protocol),
         "candidates": {verdict.name: verdict.as_json() for verdict in verdicts},
     }
@@ -38,28 +38,12 @@ def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
 def conditions(trainings: WhichTrainings, protocol: Protocol) -> str:
     """Return the conditions for the answer to be valid, as text."""
     tokens = count(protocol.steps * trainings.recipe.batch.tokens)
-    return (
-        f"This result is valid for this model after {tokens} tokens, with a margin of "
-        f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the table's "
-        f"intervals is {100 * (1 - protocol.error):.3g} % after every round, if the differences "
-        "between seeds are normally distributed. In simulations with skewed differences, 95 % "
-        "intervals missed the mean in 12 % of exponential and 21 % of lognormal series. No "
-        "interval takes a rare bad seed into account that has not been trained. Longer runs and "
-        "larger models may need a more exact precision."
-    )
-
-
-def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
-    """Return a text with one line for each candidate, reservations, and the recommendation.
-
-    If a precision is recommended, the last line is the command that trains with this precision.
-    """
-    lines = []
-    if protocol.served:
-        lines.append(f"Judged by the held-out loss of the model served in {protocol.served}:")
-    for verdict in verdicts:
-        interval = interval_within(protocol, verdict)
-        lines.append(f"{verdict.name}: {verdict.word}{interval}, {verdict.advice}.")
+    lines = [
+        f"This result is valid for this model after {tokens} tokens. Longer runs and larger models "
+        "may need a more exact precision. The confidence of the table's intervals is "
+        f"{100 * (1 - protocol.error):.3g} % after every round (docs/studies/statistics.md has "
+        "their limits)."
+    ]
     schedule = trainings.recipe.schedule
     if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):
         lines.append(
@@ -72,6 +56,18 @@ def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Ver
             "difference is the same for all seeds, so no interval shows the effect of another "
             "checkpoint."
         )
+    return "\n".join(lines)
+
+
+def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
+    """Return a text with one line for each candidate, and the recommendation.
+
+    If a precision is recommended, the last line is the command that trains with this precision.
+    """
+    lines = []
+    for verdict in verdicts:
+        interval = interval_within(protocol, verdict)
+        lines.append(f"{verdict.name}: {verdict.word}{interval}, {verdict.advice}.")
     for verdict in verdicts:
         if verdict.advice == USE:
             lines += recommendation(trainings, protocol, verdict)
@@ -91,8 +87,7 @@ def recommendation(trainings: WhichTrainings, protocol: Protocol, best: Verdict)
     launch = Launch(trainings.accelerate, (str(trainings.recipe_file), *overrides))
     choice = f"{'with' if protocol.settings else 'in'} {best.name}"
     gain = f"{best.gain:.2f} times ({low:.2f} to {high:.2f}) {protocol.base}'s speed"
-    command = shlex.join(["accelerate", "launch", *launch.arguments])
-    return [f"Train {choice}: {gain} at equal loss.", f"  {command}"]
+    return [f"Train {choice}: {gain} at equal loss.", f"  {launch.text}"]
 
 
 def interval_within(protocol: Protocol, verdict: Verdict) -> str:
@@ -114,17 +109,12 @@ def interval_within(protocol: Protocol, verdict: Verdict) -> str:
 
 
 def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
-    """Return the Markdown table of the baseline and the candidates in `verdicts`."""
+    """Return the Markdown tables of the baseline and the candidates in `verdicts`."""
     protocol = rounds.protocol
-    baseline = replace(
-        verdict_of(protocol, rounds.runs, protocol.base),
-        word=BASELINE,
-        speedup=1.0,
-        tokens=1.0,
-        gain_interval=None,
-    )
+    base = verdict_of(protocol, rounds.runs, protocol.base)
+    baseline = replace(base, word=BASELINE, speedup=None, tokens=None, gain_interval=None)
     header = [
-        "candidate" if protocol.settings else "precision",
+        "candidate",
         "seeds",
         f"served in {protocol.served}" if protocol.served else "held-out loss",
         "training loss",
@@ -136,7 +126,7 @@ def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
         "memory",
         "verdict",
     ]
-    return markdown(header, [_row(protocol, verdict) for verdict in (baseline, *verdicts)])
+    return tables(header, [_row(protocol, verdict) for verdict in (baseline, *verdicts)])
 
 
 def _row(protocol: Protocol, verdict: Verdict) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import GIB, markdown, or_dash, with_bar
+from foundation.units import GIB, UNKNOWN, or_dash, table, with_bar
 from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
@@ -35,7 +35,6 @@ from pretrain.settings.recipe import Recipe
 
 # The quantized precisions that some GPU computes.
 ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.capability]
-# The last column needs a price.
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (
     "tokens/s: predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
@@ -160,9 +159,9 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
         f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {card.source}"
     ]
     if rows:
-        columns = COLUMNS[:-1] if price is None else COLUMNS
         rows.sort(key=lambda row: row[0], reverse=True)
-        lines.append(markdown(columns, [row[1][: len(columns)] for row in rows]))
+        columns = zip(COLUMNS, *(cells for _, cells in rows), strict=True)
+        lines.append(table([column for column in columns if {*column[1:]} != {UNKNOWN}]))
     lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from foundation.units import count
 from lab.speed.work import Work, work_of
 from pretrain.metrics.cards import MEASURED, Card, card_of
 from pretrain.metrics.flops import FLOPS_PER_WEIGHT
@@ -228,7 +229,7 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
     if plan.recipe.model.compile == "none" and not work.fused:
         return "no step with layers that are neither fused nor compiled was measured"
     if work.flops.parameters < costs.least_parameters:
-        return f"a step in {precision} was never measured with so few parameters"
+        return f"no speed is predicted below {count(costs.least_parameters)} parameters"
     if work.microbatch < LEAST_MICROBATCH:
         return f"microbatches of less than {LEAST_MICROBATCH:,} tokens wait for the host"
     if devices.count > 1 and not card.nvlink:

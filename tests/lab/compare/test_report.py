@@ -107,13 +107,14 @@ def test_the_report_of_various_runs_is_as_before(tmp_path, request):
 def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):
     runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", [4.1, 3.1, 2.6, 2.35]))]
     assert main(["report", *runs]) == 0
-    assert "+0.10000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "+0.10000" in printed and "± 95 %" not in printed, "one seed"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "recipe.yaml"]
     page = tmp_path / "out" / "mine.html"
     log = tmp_path / "a.log"
     log.touch()
     assert main(["report", runs[1], *runs, str(log), "--out", str(page)]) == 0
-    assert "minus b" in page.read_text() and "minus b" in capsys.readouterr().out
+    assert "minus b" in page.read_text() and "Against b, " in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path.name} is not a run folder" in capsys.readouterr().err
 

@@ -61,7 +61,7 @@ def test_a_line_has_the_means_since_the_last_line():
         (first, r"4/8 .*loss  2\.5000   lr 4\.00e-03   grad +4 +667 tok/s   MFU 26\.7 %"),
         (second, r"8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   MFU 40\.0 %"),
     ):
-        assert re.search(rf"step {pattern} \(ours\) .* 10\.0 %", line)
+        assert re.search(rf"step {pattern} .* 10\.0 %", line)
 
 
 def test_the_time_left_is_estimated_from_the_steps_of_this_process():
