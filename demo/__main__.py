@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -51,9 +51,6 @@ def main() -> int:
     try:
         recipe = load_recipe(RECIPE)
         times = run_steps(steps_of(recipe))
-        model = run_dir_of(recipe) / "final"
-        prompts = recipe.evaluate.samples
-        run(python("sample", model, *prompts, "--tokens", 48))
         print(last_screen(recipe, times))
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -72,19 +69,18 @@ def main() -> int:
 
 
 def run_steps(steps: list[Step]) -> str:
-    """Run the steps that are not done. Return a text with the time of each step."""
+    """Run the steps that are not done. Return a text with the time of each of them."""
     times = []
     for number, step in enumerate(steps, start=1):
         is_done = step.product.exists()
         note = " (already done)" if is_done else ""
-        print(f"[{number}/{len(steps)}] {step.title}: {step.product}{note}", flush=True)
-        started = time.monotonic()
+        print(f"\n[{number}/{len(steps)}] {step.title}{note}", flush=True)
         if not is_done:
+            started = time.monotonic()
             step.run()
-        title = step.title[0].lower() + step.title[1:]
-        taken = "done before" if is_done else duration(time.monotonic() - started)
-        times.append(f"{title} {taken}")
-    return ", ".join(times)
+            title = step.title[0].lower() + step.title[1:]
+            times.append(f"{title} {duration(time.monotonic() - started)}")
+    return ", ".join(times) or "all steps were done before"
 
 
 def steps_of(recipe: Recipe) -> list[Step]:
@@ -202,46 +198,27 @@ def run(command: list[str]) -> None:
 
 
 def last_screen(recipe: Recipe, times: str) -> str:
-    """Return the results, the files, the times, and suggestions for the next commands."""
+    """Return the results, the times, the files, and suggestions for the next commands."""
     run_dir = run_dir_of(recipe)
     final = run_dir / "final"
-    page = run_dir / "report.html"
     summary = json.loads((run_dir / "summary.json").read_text())
     vocabulary = recipe.model.config["vocab_size"]
-    train = partial(python, "train")
-    commands = {
-        "sample": python("sample", final, "class "),
-        "inspect": python("inspect", recipe.data.packs),
-        "report": python("report", run_dir, "--out", page),
-        "longer": train(RECIPE, "name=longer", "train.steps=3000"),
-        "gpu": train(RECIPE, "name=smoke_gpu", "train.epochs=4", "--config", "bf16"),
-        "plan": python("plan", "recipes/gpt2_fineweb_edu.yaml", "--on", "H100,RTX 4090"),
-    }
-    lines = {name: shlex.join(command) for name, command in commands.items()}
+    sample = shlex.join(python("sample", final, "class "))
+    longer = shlex.join(python("train", RECIPE, "name=longer", "train.steps=3000"))
     return f"""
 Held-out loss {summary["held_out_loss"]:.3f} nats per token: perplexity \
 {summary["held_out_perplexity"]:.1f}. A uniform guess has {vocabulary:,}.
-{summary["steps"]:,} steps, {summary["tokens"]:,} tokens, \
-{summary["tokens_per_second"]:,.0f} tokens/s.
-
-Files
-  report           {REPORT}  (a page: open it in a browser)
-  model            {final}  (a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it)
-  every step       {run_dir / "metrics.jsonl"}
-  checkpoints      {run_dir / "checkpoints"}
-  packs            {recipe.data.packs}
-
 Time: {times}
 
-Next commands
-  generate text    {lines["sample"]}
-  read the packs   {lines["inspect"]}
-  report           {lines["report"]}
-  train longer     {lines["longer"]}
-                   key=value changes any setting. Ctrl-C saves a checkpoint, and the same command
-                   continues from it.
-  on a GPU         {lines["gpu"]}
-  plan a real run  {lines["plan"]}
+Files
+  comparison       {REPORT} (open it in a browser)
+  model            {final}
+
+Next
+  generate text    {sample}
+  train longer     {longer}
+  find a precision make which
+  your own text    docs/quick_start.md
   start over       make clean demo"""
 
 
