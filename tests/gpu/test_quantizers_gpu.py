@@ -21,6 +21,7 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, blocks, tensor
 from pretrain.precision.settings import PRECISIONS
 from tests.gpu.conftest import needs, te_dtype
 from tests.pretrain.conftest import ON_TE, active_in
+from tests.pretrain.precision.quantizers.conftest import assert_same_bits
 
 FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 INPUTS = ["ordinary", "fp32", "tiny", "with_nan", "with_infinity", "ragged"]
@@ -60,17 +61,8 @@ def decoded(data: Tensor, grid: Grid) -> Tensor:
 
 
 def check(actual: Tensor, expected: Tensor) -> None:
-    """Assert that both tensors have the same bits. All NaN are equal."""
-    actual = actual.float().contiguous()
-    expected = expected.float().contiguous()
-    assert actual.shape == expected.shape
-    both_nan = actual.isnan() & expected.isnan()
-    wrong = (actual.view(torch.int32) != expected.view(torch.int32)) & ~both_nan
-    places = tuple(wrong.nonzero()[:6].t())
-    assert not wrong.any(), (
-        f"{int(wrong.sum())} of {wrong.numel()} differ: "
-        f"{actual[places]} at {places} should be {expected[places]}"
-    )
+    """Assert that both tensors have the same bits in FP32. All NaN are equal."""
+    assert_same_bits(actual.float(), expected.float())
 
 
 # ── Transformer Engine's kernels ──

@@ -20,7 +20,6 @@ from foundation.settings import parse
 from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from pretrain.__main__ import main
 from pretrain.launch import launcher
-from pretrain.launch.launcher import find_configuration
 from pretrain.settings import commands
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT, write_recipe
@@ -165,7 +164,7 @@ def test_an_fp8_launch_is_planned_without_an_fp8_library(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = str(write_recipe(small_recipe, tmp_path))
-    command = ("-m", "pretrain", "train", recipe, "--config=fp8_delayed")
+    command = ("-m", "pretrain", "train", recipe, "--config=fp8_delayed.yaml")
     planned, refused = run(*command, "--plan"), run(*command)
     assert planned.returncode == 0, planned.stderr
     assert "delayed compute, emulated" in planned.stdout
@@ -206,44 +205,15 @@ def test_the_configuration_fits_the_machine(
     small_recipe: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
+    """The list of GPUs is replaced. tests/foundation/test_gpus.py compares it with NVML."""
+    monkeypatch.setattr(launcher, "visible_gpus", lambda: gpus * ["GPU"])
+    monkeypatch.setattr(launcher, "version", lambda package: "2.13.0")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     recipe = parse(Recipe, small_recipe, "recipe.yaml")
     path, number = launcher.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
-
-
-@pytest.mark.parametrize(
-    ("variables", "gpus"),
-    [
-        ({}, 4),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-3f5c"}, 1),
-        ({"ACCELERATE_USE_CPU": "true"}, 0),
-    ],
-)
-def test_visible_gpus_are_counted(
-    variables: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The management library is that of a machine with four GPUs."""
-    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
-    monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: 4)
-    monkeypatch.setattr(launcher, "version", lambda package: "2.13.0")
-    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launcher.count_gpus() == gpus
-
-
-def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> None:
-    shipped = ROOT / "accelerate_configs/fp8_delayed.yaml"
-    for name in ("fp8_delayed", "fp8_delayed.yaml", str(shipped)):
-        assert find_configuration(name) == shipped
-    file = tmp_path / "own.yaml"
-    file.write_text("mixed_precision: bf16\n")
-    assert find_configuration(str(file)) == file
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert launcher.choose_configuration(recipe, None, 1)[0].stem == "cpu"
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.settings import last_steps
 from pretrain.launch.environment import with_precision
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
@@ -39,14 +38,6 @@ def test_a_schedule_has_a_label_and_a_folder(last: str, tmp_path: Path) -> None:
         assert label(precision) == "nvfp4 to 80 %, then bf16"
     assert run_dir_of(recipe) == Path("runs/r-nvfp4-to-0.8-then-bf16-fp32")
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
-
-
-def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
-    assert last_steps("precision", [], 10) == []
-    assert last_steps("precision", [0.206, 50, None], 100) == [21, 50, 100]
-    for untils in ([0.8, 50, None], [100, None], [0.001, None]):
-        with pytest.raises(InputError, match=r"`precision`: phase \d of \d would begin after"):
-            last_steps("precision", untils, 100)
 
 
 # ── The precision of a step ────────────────────────────────────────────────────────────
@@ -78,9 +69,17 @@ def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
         assert [last for _, last, _ in PrecisionSchedule(phases, steps).spans] == ends
 
 
-def test_a_horizon_that_leaves_a_phase_without_a_step_is_rejected() -> None:
-    schedule = PrecisionSchedule([(50, NVFP4), (None, BF16)], 50)
-    with pytest.raises(InputError, match="would begin after step 0 and end after step 50"):
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((0.8, 50), "phase 2 of 3 would begin after step 80 and end after step 50"),
+        ((100,), "phase 1 of 2 would begin after step 0 and end after step 100"),
+        ((0.001,), "phase 1 of 2 would begin after step 0 and end after step 0"),
+    ],
+)
+def test_a_phase_without_a_step_is_rejected(ends: tuple[float, ...], words: str) -> None:
+    schedule = PrecisionSchedule([*((end, NVFP4) for end in ends), (None, BF16)], 100)
+    with pytest.raises(InputError, match=f"`precision`: {words}"):
         schedule.at(1)
 
 

@@ -48,25 +48,15 @@ def finite_bf16(all_bf16: Tensor) -> Tensor:
     )
 
 
-@pytest.fixture(scope="session")
-def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
-    """Return a function that asserts that two FP32 tensors have the same bits.
-
-    Signs of zeros count. All NaNs are equal.
-    """
-
-    def check(actual: Tensor, expected: Tensor) -> None:
-        assert actual.dtype == expected.dtype == torch.float32 and actual.shape == expected.shape
-        bits = [tensor.contiguous().view(torch.int32) for tensor in (actual, expected)]
-        if torch.equal(*bits):  # one pass over all values instead of eight
-            return
-        differ = (bits[0] != bits[1]) & ~(actual.isnan() & expected.isnan())
-        first = differ.nonzero()[:5].tolist()
-        shown = [
-            (place, actual[tuple(place)].item(), expected[tuple(place)].item()) for place in first
-        ]
-        assert not differ.any(), (
-            f"{differ.sum()} of {differ.numel()} differ; first (place, actual, expected): {shown}"
-        )
-
-    return check
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two FP32 tensors have the same bits. Signs of zeros count. All NaN are equal."""
+    assert actual.dtype == expected.dtype == torch.float32 and actual.shape == expected.shape
+    bits = [tensor.contiguous().view(torch.int32) for tensor in (actual, expected)]
+    if torch.equal(*bits):  # one pass over all values instead of eight
+        return
+    differ = (bits[0] != bits[1]) & ~(actual.isnan() & expected.isnan())
+    first = differ.nonzero()[:5].tolist()
+    shown = [(place, actual[tuple(place)].item(), expected[tuple(place)].item()) for place in first]
+    assert not differ.any(), (
+        f"{differ.sum()} of {differ.numel()} differ; first (place, actual, expected): {shown}"
+    )

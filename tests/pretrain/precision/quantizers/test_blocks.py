@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, Quantized, blocks
+from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks
+from tests.pretrain.precision.quantizers.conftest import assert_same_bits
 from tests.pretrain.precision.quantizers.test_tensor import NUMPY
-
-SameBits = Callable[[Tensor, Tensor], None]
 
 # ── MXFP8 and MXFP4 ──
 
@@ -44,46 +43,33 @@ def blocks_of(tensor: Tensor) -> Tensor:
     return tensor.unflatten(-1, (-1, blocks.MX_BLOCK))
 
 
-@pytest.fixture(scope="module")
-def check_mx(assert_same_bits: SameBits) -> Callable[[Tensor, Grid], None]:
-    """Return a function that compares codes, scales and bytes of scales of x with NumPy's."""
-
-    def check(x: Tensor, grid: Grid) -> None:
-        quantized = blocks.quantize_mx(x, grid)
-        codes, scales = mx_in_numpy(blocks_of(x.float()).numpy(), grid)
-        assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
-        decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
-        assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
-        # the bytes in memory
-        in_bytes = blocks_of(quantized.block_scale)[..., :1].view(torch.int32) >> 23
-        assert np.array_equal(in_bytes.numpy(), scales)
-
-    return check
+def check_mx(x: Tensor, grid: Grid) -> None:
+    """Compare codes, scales and bytes of scales of x with NumPy's."""
+    quantized = blocks.quantize_mx(x, grid)
+    codes, scales = mx_in_numpy(blocks_of(x.float()).numpy(), grid)
+    assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
+    decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
+    # the bytes in memory
+    in_bytes = blocks_of(quantized.block_scale)[..., :1].view(torch.int32) >> 23
+    assert np.array_equal(in_bytes.numpy(), scales)
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_two_million_values_of_mx_agree_with_numpy(
-    check_mx: Callable, finite_bf16: Tensor, grid: Grid
-) -> None:
+def test_two_million_values_of_mx_agree_with_numpy(finite_bf16: Tensor, grid: Grid) -> None:
     check_mx(finite_bf16, grid)
 
 
-def test_amaxes_next_to_a_change_of_the_scale_agree_with_numpy(check_mx: Callable) -> None:
+def test_amaxes_next_to_a_change_of_the_scale_agree_with_numpy() -> None:
     """Blocks [n, 32] with an amax of 448 * 2^k and its neighbours, for all k and subnormals."""
-    exact = torch.tensor(
-        [448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64
-    ).float()
-    amax = torch.cat(
-        [
-            exact,
-            torch.nextafter(exact, torch.tensor(torch.inf)),
-            torch.nextafter(exact, torch.tensor(0.0)),
-        ]
-    )
+    exact = (448 * torch.exp2(torch.arange(-150.0, 119.0).double())).float()
+    exact = exact[exact < 3e38]
+    neighbours = (torch.nextafter(exact, torch.tensor(towards)) for towards in (torch.inf, 0.0))
+    amax = torch.cat([exact, *neighbours])
     check_mx(amax[:, None] * torch.linspace(-1, 1, blocks.MX_BLOCK), E4M3)
 
 
-def test_infinities_saturate_and_nan_does_not_spread(check_mx: Callable) -> None:
+def test_infinities_saturate_and_nan_does_not_spread() -> None:
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
     check_mx(x, E4M3)
@@ -112,9 +98,7 @@ def test_mx_operands_are_exact_in_bf16(finite_bf16: Tensor, grid: Grid) -> None:
     ),
     grid=st.sampled_from([E4M3, E5M2, E2M1]),
 )
-def test_any_shape_and_any_values_of_mx_agree_with_numpy(
-    check_mx: Callable, values: np.ndarray, grid: Grid
-) -> None:
+def test_any_shape_and_any_values_of_mx_agree_with_numpy(values: np.ndarray, grid: Grid) -> None:
     check_mx(torch.from_numpy(values), grid)
 
 
@@ -154,21 +138,8 @@ def nvfp4_in_numpy(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np
     return scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float32), scale
 
 
-@pytest.fixture(scope="module")
-def check_nvfp4(assert_same_bits: SameBits) -> Callable[[Tensor], None]:
-    """Return a function that compares the codes and scales of x with NumPy's."""
-
-    def check(x: Tensor) -> None:
-        quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
-        values = x.float().unflatten(-1, (-1, blocks.NVFP4_BLOCK)).numpy()
-        codes, scales = nvfp4_in_numpy(values, np.abs(values).max())
-        assert_same_bits(quantized.codes, torch.from_numpy(codes).reshape(x.shape))
-        assert_same_bits(
-            quantized.block_scale,
-            torch.from_numpy(scales).repeat_interleave(blocks.NVFP4_BLOCK, dim=-1),
-        )
-
-    return check
+def repeated(scales: Tensor) -> Tensor:
+    return scales.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1)
 
 
 def test_the_hadamard_transform_equals_transformer_engines(
@@ -177,21 +148,14 @@ def test_the_hadamard_transform_equals_transformer_engines(
     module = te_reference("reference_nvfp4")
     reference = module.NVFP4QuantizerRef(dtype=None, with_rht=True)
     x = finite_bf16[: finite_bf16.shape[0] // 16 * 16]
-    assert torch.equal(
-        blocks.hadamard(x).view(torch.int16), reference._apply_rht(x).view(torch.int16)
-    )
-    transposed = reference._apply_rht(x.t().contiguous())
-    assert torch.equal(
-        blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16)
-    )
+    for values in (x, x.t()):
+        expected = reference._apply_rht(values.contiguous())
+        assert_same_bits(blocks.hadamard(values).float(), expected.float())
 
 
 @pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["rows", "squares"])
 def test_codes_and_scales_equal_transformer_engines(
-    te_reference: Callable[[str], ModuleType],
-    assert_same_bits: SameBits,
-    values: Tensor,
-    tile: tuple[int, int],
+    te_reference: Callable[[str], ModuleType], values: Tensor, tile: tuple[int, int]
 ) -> None:
     module = te_reference("reference_nvfp4")
     reference = module.NVFP4QuantizerRef(
@@ -203,8 +167,7 @@ def test_codes_and_scales_equal_transformer_engines(
     for x in (values, values.t().contiguous().t()):
         quantized = blocks.quantize_nvfp4(x, two_dimensional=tile == (16, 16))
         assert_same_bits(quantized.codes, module.cast_from_fp4x2(reference.data, torch.float32))
-        scales = reference.scale.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1)
-        assert_same_bits(quantized.block_scale, scales)
+        assert_same_bits(quantized.block_scale, repeated(reference.scale))
         amax = reference.global_amax_row.double().view(quantized.tensor_scale.shape)
         assert_same_bits(quantized.tensor_scale, (amax / (6 * 448)).float())
         values_of = quantized.codes * quantized.block_scale * quantized.tensor_scale
@@ -212,7 +175,7 @@ def test_codes_and_scales_equal_transformer_engines(
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
-def test_zeros_stay_zeros_without_a_nan(assert_same_bits: SameBits, two_dimensional: bool) -> None:
+def test_zeros_stay_zeros_without_a_nan(two_dimensional: bool) -> None:
     x = torch.zeros(16, 32)
     x[:, ::2] = -0.0
     for uniform in (None, torch.zeros(16, 32)):
@@ -249,12 +212,14 @@ def test_nvfp4_operands_are_exact_in_bf16(values: Tensor, two_dimensional: bool)
         )
     )
 )
-def test_any_shape_and_any_values_of_nvfp4_agree_with_numpy(
-    check_nvfp4: Callable, values: np.ndarray
-) -> None:
+def test_any_shape_and_any_values_of_nvfp4_agree_with_numpy(values: np.ndarray) -> None:
     x = torch.from_numpy(values)
     if x.any():  # the tensor scale of zeros is a convention, tested above
-        check_nvfp4(x)
+        quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
+        in_blocks = values.reshape(*values.shape[:-1], -1, blocks.NVFP4_BLOCK)
+        codes, scales = nvfp4_in_numpy(in_blocks, np.abs(values).max())
+        assert_same_bits(quantized.codes, torch.from_numpy(codes).reshape(x.shape))
+        assert_same_bits(quantized.block_scale, repeated(torch.from_numpy(scales)))
 
 
 # ── FP8 ──
@@ -262,8 +227,8 @@ def test_any_shape_and_any_values_of_nvfp4_agree_with_numpy(
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])
 
 
-def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> tuple[Tensor, Tensor]:
-    """Return codes and decode scales, FP32 of x's shape."""
+def check_slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> None:
+    """Compare codes and decode scales of x with a loop over its blocks."""
     values = x.float().numpy()
     scaled = np.empty_like(values)
     decode = np.empty_like(values)
@@ -277,7 +242,10 @@ def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> tuple[Ten
                 scaled[region] = values[region] * scale
                 decode[region] = np.float32(1) / scale
     codes = np.clip(scaled, -grid.maximum, grid.maximum).astype(NUMPY[grid.name]).astype(np.float32)
-    return torch.from_numpy(codes), torch.from_numpy(decode)
+    quantized = blocks.quantize_fp8(x, grid, two_dimensional=two_dimensional)
+    assert_same_bits(quantized.codes, torch.from_numpy(codes))
+    assert_same_bits(quantized.block_scale.expand(codes.shape), torch.from_numpy(decode))
+    assert quantized.tensor_scale == 1
 
 
 def fp8_scale(values: np.ndarray, maximum: float, overflow: float) -> np.float32:
@@ -286,15 +254,6 @@ def fp8_scale(values: np.ndarray, maximum: float, overflow: float) -> np.float32
         return np.float32(1)
     scale = np.float32(maximum) / amax
     return np.float32(overflow) if np.isinf(scale) else scale
-
-
-def assert_slice_by_slice(
-    quantized: Quantized, x: Tensor, assert_same_bits: Callable, **options: bool
-) -> None:
-    codes, decode = slice_by_slice(x, quantized.grid, **options)
-    assert_same_bits(quantized.codes, codes)
-    assert_same_bits(quantized.block_scale.expand_as(codes), decode)
-    assert quantized.tensor_scale == 1
 
 
 @pytest.fixture(scope="module")
@@ -313,39 +272,26 @@ def values_of_blocks(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
 
 @by_layout
 def test_two_million_values_equal_the_loop_over_slices(
-    two_dimensional: bool, values_of_blocks: Tensor, assert_same_bits: Callable
-):
-    options = {"two_dimensional": two_dimensional}
-    assert_slice_by_slice(
-        blocks.quantize_fp8(values_of_blocks, E4M3, **options),
-        values_of_blocks,
-        assert_same_bits,
-        **options,
-    )
+    two_dimensional: bool, values_of_blocks: Tensor
+) -> None:
+    check_slice_by_slice(values_of_blocks, E4M3, two_dimensional=two_dimensional)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.tuples(*[st.sampled_from([128, 256, 384])] * 2),
-    st.integers(0, 2**16),
-    st.sampled_from([torch.bfloat16, torch.float32]),
-    st.sampled_from([E4M3, E5M2]),
-    st.booleans(),
-    st.booleans(),
+    shape=st.tuples(*[st.sampled_from([128, 256, 384])] * 2),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    grid=st.sampled_from([E4M3, E5M2]),
+    transposed=st.booleans(),
+    two_dimensional=st.booleans(),
 )
 def test_any_shape_dtype_and_stride_equals_the_loop_over_slices(
-    assert_same_bits: Callable,
-    shape: tuple[int, int],
-    seed: int,
-    dtype: torch.dtype,
-    grid: Grid,
-    transposed: bool,
-    two_dimensional: bool,
-):
+    shape, seed, dtype, grid, transposed, two_dimensional
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(
         8 * torch.randn(shape[0], 1, generator=generator)
     )
     x = (x.t() if transposed else x).to(dtype)
-    options = {"two_dimensional": two_dimensional}
-    assert_slice_by_slice(blocks.quantize_fp8(x, grid, **options), x, assert_same_bits, **options)
+    check_slice_by_slice(x, grid, two_dimensional=two_dimensional)
