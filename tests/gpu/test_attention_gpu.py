@@ -21,6 +21,7 @@ from pretrain.model import attention
 from pretrain.model.attention_kernel import attend, attend_backward
 from pretrain.model.fused.formulas import Heads
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only, relative_error
+from tests.pretrain.conftest import RESULTS, attend_alone
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, one_pass, packed
 
 # The interpreter cannot multiply matrices in BF16.
@@ -61,21 +62,12 @@ def draw(heads: Heads, tokens: int, *, stacked: bool = False) -> list[Tensor]:
 @cache
 def reference(heads: Heads, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """Return the output, the gradients, and the log-sums [heads, tokens], in FP64."""
-    *states, d_output = draw(heads, sum(sizes))
-    leaves = [state.double().requires_grad_() for state in states]
-    outputs = []
-    log_sums = []
-    for q, k, v in zip(*(leaf.split(sizes) for leaf in leaves), strict=True):
-        k, v = (t.repeat_interleave(heads.query // heads.kv, 1).transpose(0, 1) for t in (k, v))
-        scores = SCALE * q.transpose(0, 1) @ k.transpose(1, 2)
-        is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(is_later, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-        log_sums.append(scores.logsumexp(-1))
-    output = torch.cat(outputs)
-    gradients = torch.autograd.grad(output, leaves, d_output.double())
-    exact = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
-    return exact | {"log_sums": torch.cat(log_sums, dim=1).detach()}
+    documents = zip(*(t.split(sizes) for t in draw(heads, sum(sizes))), strict=True)
+    alone = [attend_alone(*document, SCALE) for document in documents]
+    return {
+        name: torch.cat([results[name] for results in alone], dim=int(name == "log_sums"))
+        for name in (*RESULTS, "log_sums")
+    }
 
 
 def check(
@@ -107,7 +99,7 @@ def by_kernel(states: list[Tensor], sizes: Sequence[int], spare: int = 0) -> dic
     bounds = attention.document_bounds(offsets(sizes, spare), len(q))
     output, log_sums = attend(q, k, v, bounds, SCALE)
     gradients = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
-    results = dict(zip(("output", "dq", "dk", "dv"), (output, *gradients), strict=True))
+    results = dict(zip(RESULTS, (output, *gradients), strict=True))
     assert all(result.is_contiguous() for result in results.values())
     return results | {"log_sums": log_sums}
 
@@ -142,7 +134,7 @@ def test_neither_strides_nor_other_documents_change_the_bits() -> None:
     for changed in states:
         changed[40:] *= 3
     changed_results = by_kernel(states, [40, 60])
-    for name in ("output", "dq", "dk", "dv"):
+    for name in RESULTS:
         assert torch.equal(changed_results[name][:40], expected[name][:40]), name
 
 
@@ -187,7 +179,7 @@ def results_of(kind: str, heads: Heads, sizes: Sequence[int], spare: int) -> dic
     )
     gradients = torch.autograd.grad(output, states, d_output[None])
     results = (output.detach()[0], *(gradient[0].transpose(0, 1) for gradient in gradients))
-    return dict(zip(("output", "dq", "dk", "dv"), results, strict=True))
+    return dict(zip(RESULTS, results, strict=True))
 
 
 @cuda_only

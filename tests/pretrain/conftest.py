@@ -130,6 +130,34 @@ def attention_gradients(q, k, v, output, d_output, cu_seqlens, scale):
     return [gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv)]
 
 
+RESULTS = ("output", "dq", "dk", "dv")
+
+
+def attend_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_output: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> dict[str, Tensor]:
+    """Return `RESULTS` and the log-sums [heads, T] of causal attention in one document, in FP64."""
+    leaves = [states.double().requires_grad_() for states in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    query, key, value = (
+        states.repeat_interleave(repeats, 1).transpose(0, 1)
+        for states, repeats in zip(leaves, (1, group, group), strict=True)
+    )
+    place = torch.arange(len(q), device=q.device)
+    distance = place[:, None] - place
+    is_hidden = (distance < 0) | (distance >= (window or len(q)))
+    scores = (scale * query @ key.transpose(1, 2)).masked_fill(is_hidden, -torch.inf)
+    output = (scores.softmax(-1) @ value).transpose(0, 1)
+    gradients = torch.autograd.grad(output, leaves, d_output.double())
+    results = dict(zip(RESULTS, (output.detach(), *gradients), strict=True))
+    return results | {"log_sums": scores.logsumexp(-1).detach()}
+
+
 @pytest.fixture
 def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace the two functions of FlashAttention-4 by formulas with the same interface.

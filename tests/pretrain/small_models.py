@@ -14,7 +14,8 @@ from packing.arrow import Pack
 from pretrain.model import huggingface as model
 from pretrain.model.configuration import load_config
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import wrap_layers
+from pretrain.model.wrapping import convert, wrap_layers
+from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 VOCABULARY = 61
@@ -42,7 +43,9 @@ def build_model(
     settings = ModelSettings(config=config, gradient_checkpointing=recompute)
     options = {"weights": weights, "seed": seed, "device": torch.device("cpu"), "backend": backend}
     hf = model.build(settings, load_config(settings), **options)
-    packed = PackedLanguageModel(hf, backend, LossSettings(chunk=16))
+    context = PrecisionContext(cast_to or weights)
+    packed = PackedLanguageModel(hf, backend, LossSettings(chunk=16), context)
+    convert(hf, {}, context)
     wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
     return packed
 

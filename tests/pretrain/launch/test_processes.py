@@ -181,7 +181,8 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
     check_log(tmp_path / "log")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
         with pytest.raises(InputError, match="cannot be appended here"):
             check_log(path)
 

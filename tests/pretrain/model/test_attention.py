@@ -26,6 +26,7 @@ from pretrain.model.configuration import load_config
 from pretrain.model.huggingface import build_on_meta, check_architecture
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.conftest import RESULTS, attend_alone
 from tests.pretrain.small_models import build_model
 
 NIGHTLY = pytest.mark.nightly
@@ -112,23 +113,6 @@ def test_attention_without_document_boundaries_raises() -> None:
 # ── Documents apart from each other ────────────────────────────────────────────────────
 
 
-def attend_alone(
-    q: Tensor, k: Tensor, v: Tensor, d_output: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, ...]:
-    """Return the output of one document, and the gradients of q, k and v, in FP64."""
-    leaves = [states.double().requires_grad_() for states in (q, k, v)]
-    group = q.shape[1] // k.shape[1]
-    query, key, value = (
-        states.repeat_interleave(repeats, 1).transpose(0, 1)
-        for states, repeats in zip(leaves, (1, group, group), strict=True)
-    )
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    is_hidden = (distance < 0) | (distance >= (window or len(q)))
-    scores = (scale * query @ key.transpose(1, 2)).masked_fill(is_hidden, -torch.inf)
-    output = (scores.softmax(-1) @ value).transpose(0, 1)
-    return output.detach(), *torch.autograd.grad(output, leaves, d_output.double())
-
-
 def varlen_attn_on_a_cpu(
     query: Tensor,
     key: Tensor,
@@ -194,8 +178,9 @@ def test_each_document_has_the_attention_of_this_document_alone(
     results = zip(*(tensor.split(lengths) for tensor in packed_results), strict=True)
     documents = zip(*(tensor.split(lengths) for tensor in (q, k, v, d_output)), strict=True)
     for document, result in zip(documents, results, strict=True):
-        for actual, expected in zip(result, attend_alone(*document, 0.4, window), strict=True):
-            torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-5)
+        alone = attend_alone(*document, 0.4, window)
+        for actual, name in zip(result, RESULTS, strict=True):
+            torch.testing.assert_close(actual, alone[name].float(), rtol=1e-4, atol=1e-5)
 
 
 # ── Choice of a backend ────────────────────────────────────────────────────────────────
@@ -240,12 +225,8 @@ def chosen(
     return choice.name.removeprefix("packed_")
 
 
-def without_flash_attention() -> None:
-    importlib.import_module("flash_attention_that_is_not_there")
-
-
 BLACKWELL = (torch.cuda, "get_device_capability", lambda: (10, 0))
-NO_FLASH = (attention, "_flash", without_flash_attention)
+NO_FLASH = (attention, "_flash", partial(importlib.import_module, "there_is_no_such_module"))
 DETERMINISTIC = (torch, "are_deterministic_algorithms_enabled", lambda: True)
 NO_TE = (transformer_engine, "missing", lambda: "a package")
 SHORT = {"mean_length": 300.0}

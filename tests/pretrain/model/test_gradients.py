@@ -155,6 +155,9 @@ def test_a_weight_may_have_uses_with_and_without_direct_sums() -> None:
         (y if uses == 1 else y + linear(x)).sum().backward()
     torch.testing.assert_close(gradient_of(linear.weight), 3 * x.sum(0).expand(2, 3))
     assert linear.weight.grad is None
+    linear.weight.grad = torch.ones(2, 3)  # as a failed backward leaves it
+    clear_main_gradients([linear.weight])
+    assert linear.weight.grad is None and not gradient_of(linear.weight).any()
 
 
 def test_a_gradient_of_zeros_reaches_its_parameter() -> None:

@@ -123,7 +123,8 @@ def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients() -> None:
         assert (rounded[name] - exact[name]).norm() < 0.03 * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.nightly), torch.bfloat16])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_layers_with_layer_norms_compile_once(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,6 +479,7 @@ def test_a_source_with_other_weights_is_rejected(
         ({"vocab_size": 96}, r"\[61, 32\], but \[96, 32\].* set `model.config.vocab_size: 61`$"),
         ({"intermediate_size": 80}, r"0\.mlp\.down_proj\.weight .* \[32, \d+\], but \[32, 80\]"),
         ({"hidden_size": 64}, r"\[61, 32\], but \[61, 64\].* change `model.config`"),
+        ({"num_key_value_heads": 4}, r"k_proj.bias .* \[16\], but \[32\].* change `model.config`"),
         # Weights that the source has beyond its configuration.
         ({"attention_bias": False}, "no place in the model.* change `model.config`"),
         ({"num_hidden_layers": 1}, "no place in the model.* change `model.config`"),

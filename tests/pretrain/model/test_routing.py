@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from packing.batch import StepBatches, build_microbatch
 from pretrain.metrics.health import Health
 from pretrain.model.packed import forward_backward, inputs_of
-from pretrain.model.wrapping import convert, wrap_layers
+from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import HealthSettings, ModelSettings
 from tests.pretrain.small_models import build_model, plain_copy, random_packs
 
@@ -43,7 +43,6 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(
     if execution == "compiled":
         # Trace as on a GPU, but generate no C++, which would take a minute.
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        convert(packed.hf, {}, packed.context)
         wrap_layers(packed, ModelSettings(source="none"), cast_to=None, compile_layers=True)
     plain = plain_copy(packed)
     microbatch = build_microbatch(random_packs([[32]], 32), mask_boundaries=True)
@@ -104,7 +103,6 @@ def test_a_step_reports_cross_entropy_and_router_loss_separately(accelerator: Ac
 def test_starved_experts_are_counted_and_reported(accelerator: Accelerator) -> None:
     """A router with zero weights sends all tokens to the same two of four experts."""
     packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"], recompute=1).train()
-    convert(packed.hf, {}, packed.context)
     with torch.no_grad():
         packed.hf.model.layers[0].mlp.gate.weight.zero_()
     step = StepBatches(

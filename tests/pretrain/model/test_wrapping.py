@@ -10,7 +10,7 @@ import torch
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import Wrapper, convert, fuse, wrappers_of
+from pretrain.model.wrapping import Wrapper, fuse, wrappers_of
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.model.test_routing import KINDS, MIXTURE
 from tests.pretrain.small_models import build_model
@@ -47,11 +47,9 @@ def wrappers_by_unit(
 def test_wrappers_have_an_order(
     kind: str, options: dict[str, Any], layer: list[str], norm: list[str]
 ) -> None:
-    if kind == "mixture":
-        packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"])
-        convert(packed.hf, {}, packed.context)
-    else:
-        packed = build_model()
+    mixture = ("qwen3_moe", MIXTURE | KINDS["qwen3_moe"])
+    name, changes = mixture if kind == "mixture" else ("qwen3", {})
+    packed = build_model(name, **changes)
     if kind == "fused":
         packed.fused = fuse(decoder_layers(packed.hf), {}, Arithmetic(packed.context))
     before = [module.__dict__.get("forward") for module in packed.modules()]

@@ -137,6 +137,15 @@ def test_gradient_scales_are_constant_until_the_backward_ends() -> None:
     assert scales == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
 
+def test_an_evaluation_leaves_no_amax_for_the_next_step() -> None:
+    emulation = emulation_of("delayed", amax_history_len=2)
+    linear = linear_of(emulation, SIZE, SIZE)
+    x = torch.full((TOKENS, SIZE), 100.0).bfloat16()
+    with torch.no_grad(), emulation.forward():
+        output(linear, x, torch.eye(SIZE).bfloat16(), first=True)
+    assert amax_histories(emulation, "layer") == [([0.0, 0.0], 1.0)] * 3
+
+
 def run_out_of_memory(_: Tensor) -> None:
     raise torch.OutOfMemoryError
 

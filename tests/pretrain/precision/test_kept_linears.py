@@ -81,6 +81,8 @@ def test_nvfp4_keeps_its_last_layers_by_default(qwen3: Any) -> None:
     decisions = decide(*qwen3, active(precision="nvfp4", keep_bf16_layers={"first": 1}))
     for layer in (0, 11):
         assert decisions[f"model.layers.{layer}.mlp.up_proj"].reason == "keep_bf16_layers"
+    more_than_all = decide(*qwen3, active(keep_bf16_layers={"last": 13}))
+    assert all(decision.reason for decision in more_than_all.values())
 
 
 DOGE = {"is_moe": True, "num_experts": 64, "num_attention_heads": 16, "num_key_value_heads": 16}

@@ -200,7 +200,9 @@ def test_a_refusal_names_the_need_and_remedies(name: str, missing: Missing, word
 def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
     name: str, missing: Missing, effective: str, engine: str
 ) -> None:
-    active = select(name, missing, on_unsupported="fallback", scope="linear+head")
+    # An option of the requested precision is none of the other one.
+    of_nvfp4 = {"disable_rht": True} if name == "nvfp4" else {}
+    active = select(name, missing, on_unsupported="fallback", scope="linear+head", **of_nvfp4)
     assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
     used = LowPrecisionSettings(on_unsupported="fallback", scope="linear+head")

@@ -277,7 +277,7 @@ def test_two_million_values_equal_the_loop_over_slices(
     check_slice_by_slice(values_of_blocks, E4M3, two_dimensional=two_dimensional)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(*[st.sampled_from([128, 256, 384])] * 2),
     seed=st.integers(0, 2**16),
