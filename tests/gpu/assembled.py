@@ -9,10 +9,10 @@ import numpy as np
 
 from packing.arrow import Pack
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs
-from tests.pretrain.conftest import to_nearest
+from tests.pretrain.conftest import active_everywhere
 from tests.pretrain.model.fused import fused_models
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, losses_and_gradients
 
@@ -56,19 +56,8 @@ def assemble(
 
 
 def active_of(recipe: str, keep: tuple[str, ...] = (), scope: str = "linear") -> ActivePrecision:
-    """Return the precision in Transformer Engine with `settings_of`."""
     engine = "transformer_engine" if PRECISIONS[needs(recipe)].quantized else "torch"
-    precision = PRECISIONS[recipe].with_options(settings_of(recipe, keep, scope))
-    return ActivePrecision(recipe, precision, engine)
-
-
-def settings_of(
-    recipe: str, keep: tuple[str, ...] = (), scope: str = "linear"
-) -> LowPrecisionSettings:
-    """Return settings that quantize every layer and round to nearest."""
-    return LowPrecisionSettings(
-        keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **to_nearest(recipe)
-    ).resolved(recipe)
+    return active_everywhere(recipe, engine, keep, scope)
 
 
 def pack_of(documents: int, length: int, draw: np.random.Generator) -> Pack:

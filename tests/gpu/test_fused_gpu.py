@@ -21,7 +21,7 @@ from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import Probe
 from pretrain.precision.scope import is_called
 from pretrain.run.served import served_weights
-from tests.gpu.assembled import LENGTH, active_of, assemble, larger, settings_of, train
+from tests.gpu.assembled import LENGTH, active_of, assemble, larger, train
 from tests.pretrain.conftest import ON_TE
 from tests.pretrain.model.fused.fused_models import (
     build,
@@ -129,7 +129,7 @@ def test_served_codes_are_those_of_the_forward_products(
     tensors = served_weights(
         tmp_path,
         recipe,
-        settings_of(recipe),
+        active_of(recipe).settings,
         build(larger("qwen3")),
         packed.hf.get_parameter,
         packed.context.state(),

@@ -43,6 +43,14 @@ def to_nearest(precision: str) -> dict[str, bool]:
     )
 
 
+def active_everywhere(
+    precision: str, engine: str, keep: tuple[str, ...] = (), scope: str = "linear+head"
+) -> ActivePrecision:
+    """Return a precision for all layers, without stochastic rounding."""
+    every = {"scope": scope, "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
+    return active_in(precision, engine, **every, **to_nearest(precision))
+
+
 def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
     """Return the engine that emulates `precision` on the CPU."""
     return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))

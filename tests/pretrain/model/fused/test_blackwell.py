@@ -28,7 +28,7 @@ from pretrain.precision.product import Probe
 from pretrain.precision.scope import decide
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.served import served_weights
-from tests.pretrain.conftest import active_in, to_nearest
+from tests.pretrain.conftest import active_everywhere
 from tests.pretrain.model.fused import fused_models
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
@@ -54,12 +54,6 @@ Trained = tuple[list[float], dict[str, Tensor]]
 def b200(references: Path) -> Iterator[None]:
     with transformer_engine_on_a_cpu(references):
         yield
-
-
-def active_everywhere(precision: str, engine: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
-    """Return a precision for all linears and the head, without stochastic rounding."""
-    every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
-    return active_in(precision, engine, **every, **to_nearest(precision))
 
 
 def assemble(
