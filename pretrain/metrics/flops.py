@@ -22,7 +22,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from pretrain.model.hybrids.sizes import convolutions, layers_without_attention, state_products
+from pretrain.model.hybrids.sizes import (
+    convolutions,
+    kept_values,
+    layers_without_attention,
+    state_products,
+)
 
 # FLOPs per weight and token: 2 in forward, 2 for the input gradient, 2 for the weight gradient.
 FLOPS_PER_WEIGHT = 6
@@ -128,6 +133,8 @@ class ModelFlops:
     without_attention: int = 0
     # For a hybrid model: multiply-adds per token with the states of its layers, in forward.
     state_products: int = 0
+    # For a hybrid model: values per token that these states keep for backward.
+    state_values: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -177,6 +184,7 @@ class ModelFlops:
             experts_per_token=experts_per_token if stacked else 0,
             without_attention=layers_without_attention(model),
             state_products=state_products(model),
+            state_values=kept_values(model),
         )
 
     @property

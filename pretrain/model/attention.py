@@ -162,6 +162,8 @@ def _unsupported_scores(model: PreTrainedModel) -> str | None:
             f"caps its scores at {cap}, which no kernel here computes; {other}, or train from "
             "scratch without the cap (`model.config.attn_logit_softcapping: null`)"
         )
+    if getattr(config, "keep_window_size", None):
+        return f"adds learned biases to its scores, which no kernel here computes; {other}"
     # transformers declares no SDPA for models with a cap, such as Gemma 2, even if the cap is null.
     may_have_cap = hasattr(config, "attn_logit_softcapping")
     if not model._supports_sdpa and not may_have_cap:

@@ -486,6 +486,7 @@ def compiled_layer(
     # The output is kept because it is multiplied by the weight from the router.
     values = (4 + 2 * flops.experts_per_token) * shape.hidden
     values += (linears + experts) // shape.hidden + rotated
+    values += flops.state_values // shape.layers
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
     weights = linears + experts + idle

@@ -1,4 +1,4 @@
-"""The matrices and the multiply-adds of hybrid models, for FLOPs and for Muon."""
+"""The matrices, multiply-adds and kept values of hybrid models, for FLOPs, Muon and memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.model.hybrids.families import functions_of, mixers
+
+# Tokens that fla-core's kernel of the gated delta rule processes at once.
+CHUNK = 64
 
 
 def convolutions(model: PreTrainedModel) -> dict[str, Any]:
@@ -35,6 +38,24 @@ def state_products(model: PreTrainedModel) -> int:
             total += 3 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
         elif hasattr(mixer, "ssm_state_size"):
             total += 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size
+    return total
+
+
+def kept_values(model: PreTrainedModel) -> int:
+    """Return the values per token that the states of all layers keep for backward, in BF16.
+
+    This is an estimate for fla-core's kernels. A convolution keeps its output. A gated delta rule
+    keeps normalized queries and keys, its output, and a matrix of CHUNK columns for each head. A
+    scan keeps queries, keys and values of each head in FP32.
+    """
+    total = 0
+    for _, mixer in mixers(model) if functions_of(model) else ():
+        total += next(child for child in mixer.children() if type(child) is nn.Conv1d).out_channels
+        if hasattr(mixer, "head_v_dim"):
+            normalized = 2 * mixer.num_k_heads * mixer.head_k_dim
+            total += normalized + mixer.num_v_heads * (2 * mixer.head_v_dim + CHUNK)
+        elif hasattr(mixer, "ssm_state_size"):
+            total += 4 * mixer.num_heads * (mixer.ssm_state_size + mixer.head_dim)
     return total
 
 

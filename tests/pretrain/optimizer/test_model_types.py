@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.configuration import config_values
@@ -25,7 +25,7 @@ from pretrain.settings.recipe import LossSettings
 
 # The language models of transformers that `check_architecture` accepts.
 NAMES = """
-afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama doge
+afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama
 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text
 gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe
 granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
@@ -44,6 +44,12 @@ SIZES: dict[str, Any] = {
     **{"n_embd": 64, "n_head": 4, "n_layer": 2},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **{"num_experts_per_tok": 2, "attention_dropout": 0.0, "attn_pdrop": 0.0},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "attn_layer_indices": [1]},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 32),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 16),
+    **{"mamba_n_groups": 2, "n_groups": 2, "mamba_d_ssm": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_qk_norm": True},
     **dict.fromkeys(("logit_scale", "logits_scaling"), 1.0),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping")),
@@ -67,15 +73,20 @@ ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
 UNKNOWN_LAYOUTS = {"aria_text", "ctrl", "gpt_bigcode", "gpt_neox", "jetmoe", "persimmon", "phi3"}
 
 
-def built(model_type: str) -> PreTrainedModel:
-    """Return a small model on the meta device."""
+def small_config(model_type: str) -> PretrainedConfig:
+    """Return the configuration of a small model."""
     kind = CONFIG_MAPPING[model_type]
     keys = config_values(kind, {})
     names = {kind.attribute_map.get(key, key): value for key, value in SIZES.items()}
     values = {name: value for name, value in names.items() if name in keys}
     layer_types = MIXED_LAYERS.get(model_type)
     changes: dict[str, Any] = {"layer_types": list(layer_types)} if layer_types else {}
-    model = build_on_meta(kind.from_dict(values | changes | {"model_type": model_type}))
+    return kind.from_dict(values | changes | {"model_type": model_type})
+
+
+def built(model_type: str) -> PreTrainedModel:
+    """Return a small model on the meta device."""
+    model = build_on_meta(small_config(model_type))
     check_architecture(model, 64, LossSettings())
     return model
 
