@@ -30,7 +30,7 @@ WIDTH = 100
 # Most words of all pages for users, and of the pages in docs/developers and docs/studies.
 LIMITS = {"users": 14_000, "developers": 9_000, "studies": 3_000}
 # Pages where a reader looks up a line.
-LOOKUPS = {"settings", "recipes", "coming_from", "faults", "private_names"}
+LOOKUPS = {"settings", "recipes", "coming_from", "models", "faults", "private_names"}
 
 
 def name_of(page: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +101,12 @@ def assert_apart(packed: PackedLanguageModel) -> None:
     assert changed[5:14].all()
     assert not changed[:5].any()
     assert not changed[14:].any()
+
+
+def test_the_page_of_models_lists_all_types() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(\S+)`", page.partition("## All types")[2])
+    assert listed == sorted(TYPES)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
