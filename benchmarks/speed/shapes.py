@@ -154,6 +154,27 @@ def long_context(recipe: str, length: int, *more: str) -> Shape:
     )
 
 
+def qwen3_5(
+    hidden: int, intermediate: int, layers: int, heads: int, value_heads: int, **more: Any
+) -> Shape:
+    """Return a shape of Qwen3.5's text model: three of four layers compute a gated delta rule."""
+    config = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(2, heads // 4),
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    }
+    return Shape("recipes/qwen3_slimpajama.yaml", config, warm_up=3, **more)
+
+
 E4M3 = "fp8_config.fp8_format=E4M3"
 RECOMPUTED = "model.gradient_checkpointing=full"
 # Fields of the shapes that need AdamW's moments in host memory, and gradient sums in BF16.
@@ -204,6 +225,11 @@ SHAPES = {
     "Qwen3-30B-A3B (4 of 48 layers)": Shape(
         "benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)
     ),
+    "Qwen3.5-0.8B": qwen3_5(1024, 3584, 24, 8, 16, microbatch=16_384),
+    "Qwen3.5-0.8B, whole documents": qwen3_5(
+        1024, 3584, 24, 8, 16, microbatch=16_384, whole_documents=True
+    ),
+    "Qwen3.5-4B": qwen3_5(2560, 9216, 32, 16, 32, microbatch=4096),
     # Use `--tokens 524288` with these shapes. From 1.5 billion parameters on, the microbatches are
     # the largest ones that fit into 80 GB without recomputed activations. Qwen2.5-0.5B leaves
     # memory for larger chunks of the loss. Qwen2.5-14B needs 141 GB, and 55 GiB of host memory for
