@@ -141,6 +141,9 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplo
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(checkpoints, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+    save(checkpoints, 3)  # replaces the damaged one, which counts again
+    save(checkpoints, 6)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
 
 
 def test_a_file_system_without_modes_is_supported(tmp_path, monkeypatch):

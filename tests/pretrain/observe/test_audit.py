@@ -20,24 +20,17 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from foundation.overrides import overridden
-from packing.batch import build_microbatch
-from pretrain.model import huggingface as model
 from pretrain.model import packed
-from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import fuse
-from pretrain.observe.audit import Entry, audit_products, is_expected
+from pretrain.observe.audit import is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision import gemm
 from pretrain.precision.gemm import TorchGemm
-from pretrain.precision.product import PrecisionContext
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
-from tests.pretrain.small_models import build_model, random_packs
 from tests.pretrain.verify.faults import replace_lines
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun, build_run
 
@@ -59,49 +52,46 @@ def refusal(observe: Callable[..., object], *arguments: object) -> str:
 
 
 @pytest.fixture
-def inputs() -> dict:
-    return inputs_of(
-        build_microbatch(random_packs([[5, 11]], 16), mask_boundaries=True), torch.device("cpu")
-    )
+def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
+    """Return a function that builds a small run whose linears and head are emulated."""
 
+    def build(precision: str = "current", kind: str = "qwen3", **options: Any) -> SmallRun:
+        options = {"weights": "bf16", "scope": "linear+head"} | options
+        return build_run(accelerator, precision, kind, **options)
 
-def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[Entry]:
-    packed.context.current = active
-    optimizer = torch.optim.SGD(packed.parameters())
-    return audit_products(packed, lambda: packed(**inputs), {}, optimizer)
+    return build
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights", "cast_to", "active", "other"),
-    [
-        ("qwen3", torch.float32, None, FP32, BF16),
-        ("gpt2", torch.float32, torch.bfloat16, BF16, FP32),
-        ("qwen3", torch.bfloat16, None, BF16, FP32),
-    ],
+    ("kind", "weights", "precision", "other"),
+    [("qwen3", "fp32", FP32, BF16), ("gpt2", "fp32", BF16, FP32), ("qwen3", "bf16", BF16, FP32)],
 )
 def test_every_linear_is_listed_and_another_precision_is_rejected(
-    kind: str, weights: torch.dtype, cast_to: Any, active: Any, other: Any, inputs: dict
-) -> None:
-    packed = build_model(kind, weights=weights, cast_to=cast_to)
-    before = {module: vars(module).get("forward") for module in packed.modules()}
-    entries = observe(packed, inputs, active)
+    kind, weights, precision, other, small
+):
+    run = small(precision.requested, kind, weights=weights)
+    before = {module: vars(module).get("forward") for module in run.packed.modules()}
+    entries = run.audit()
     expected = {
-        name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear | Conv1D)
+        name
+        for name, module in run.packed.hf.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
     }
     assert {entry["name"] for entry in entries} == expected and len(entries) == LINEARS[kind]
     linear = "Linear" if kind == "qwen3" else "Conv1D"
     assert {entry["module"] for entry in entries} == {"LossHead", linear}
-    stored, name = str(weights).removeprefix("torch."), active.requested
+    stored, name = WEIGHT_DTYPES[weights], precision.requested
     assert {(entry["stored"], entry["requested"], entry["effective"]) for entry in entries} == {
         (stored, name, name)
     }
-    assert f"{len(entries)} of {len(entries)} modules" in refusal(observe, packed, inputs, other)
-    assert {module: vars(module).get("forward") for module in packed.modules()} == before
+    run.packed.context.current = other
+    assert f"{len(entries)} of {len(entries)} modules" in refusal(run.audit)
+    assert {module: vars(module).get("forward") for module in run.packed.modules()} == before
 
 
-def test_a_layer_that_computes_in_fp32_is_found(inputs: dict) -> None:
-    packed = build_model(cast_to=torch.bfloat16)
-    layer = packed.hf.base_model.layers[1]
+def test_a_layer_that_computes_in_fp32_is_found(small: Callable) -> None:
+    run = small("bf16", weights="fp32")
+    layer = run.layers[1]
     # Deletes the wrapper. The forward of the class then multiplies with the FP32 parameters.
     del layer.forward
 
@@ -115,22 +105,24 @@ def test_a_layer_that_computes_in_fp32_is_found(inputs: dict) -> None:
         )
 
     layer.forward = in_fp32
-    message = refusal(observe, packed, inputs, BF16)
+    message = refusal(run.audit)
     assert "7 of 15" in message and "layers.0" not in message
     assert "layers.1.self_attn.q_proj (fp32)" in message
 
 
-def test_unused_linears_and_experts_without_gradient_are_found(inputs: dict) -> None:
-    packed = build_model()
-    mlp = packed.hf.base_model.layers[1].mlp
+def test_unused_linears_and_experts_without_gradient_are_found(small: Callable) -> None:
+    run = small("fp32", weights="fp32")
+    mlp = run.layers[1].mlp
+    scale = nn.Parameter(torch.ones(3))
+    run.optimizer.param_groups[0]["params"].append(scale)
     mlp.experts = nn.ModuleList([nn.Module()])
-    mlp.experts[0].scale = nn.Parameter(torch.ones(3))
-    observe(packed, inputs, FP32)  # A single expert may have no tokens.
+    mlp.experts[0].scale = scale
+    run.audit()  # A single expert may have no tokens.
     mlp.experts = nn.Module()
-    mlp.experts.scale = nn.Parameter(torch.ones(3))
-    assert "mlp.experts.scale, because" in refusal(observe, packed, inputs, FP32)
+    mlp.experts.scale = scale
+    assert "mlp.experts.scale, because" in refusal(run.audit)
     mlp.forward = lambda hidden: hidden
-    message = refusal(observe, packed, inputs, FP32)
+    message = refusal(run.audit)
     assert "3 of 15" in message and "layers.1.mlp.gate_proj (not run)" in message
 
 
@@ -156,32 +148,16 @@ DGRAD = "return (left @ right if dx is None else dx).to(dtype)"
     ],
     ids=["forward", "dgrad", "wgrad", "no dgrad"],
 )
-def test_a_fused_product_in_fp32_or_without_dgrad_is_found(line, wrong, found, inputs, monkeypatch):
-    packed = build_model(cast_to=torch.bfloat16)
-    packed.context = PrecisionContext(torch.bfloat16)
-    packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks)
-    packed.train()
-    assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
+def test_a_fused_product_in_fp32_or_without_dgrad_is_found(line, wrong, found, small, monkeypatch):
+    run = small("bf16", weights="fp32", fused=True)
+    assert {entry["effective"] for entry in run.audit()} == {"bf16"}
     replace_lines(gemm, [(line, [wrong])], monkeypatch)
-    message = refusal(observe, packed, inputs, BF16)
+    message = refusal(run.audit)
     assert "14 of 15 modules" in message
     assert f"layers.0.self_attn.q_proj {found}" in message
 
 
 # ── Quantized linears ───────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
-    """Return a function that builds a small run whose linears and head are emulated."""
-
-    def build(precision: str = "current", kind: str = "qwen3", **options: Any) -> SmallRun:
-        return build_run(
-            accelerator, precision, kind, weights="bf16", **({"scope": "linear+head"} | options)
-        )
-
-    return build
 
 
 @pytest.mark.parametrize(

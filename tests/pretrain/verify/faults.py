@@ -21,7 +21,7 @@ import torch
 
 from foundation.errors import InputError
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model import attention, gradients, packed
+from pretrain.model import attention, experts, gradients, packed
 from pretrain.model.loss import head as loss_head
 from pretrain.optimizer import adamw, muon
 from pretrain.precision import delayed_state, emulation, gemm, product
@@ -477,6 +477,25 @@ the gradient of a quantized linear's bias is doubled
 + return dx, dw, 2 * db if is_changed else db, None
 """)
 
+faults_in(product, quantized, recompute=True)("""
+a layer is recomputed outside low precision
+- overridden, self, low_precision=self.low_precision, first_microbatch=False
++ overridden, self, low_precision=False, first_microbatch=False
+""")
+faults_in(experts, after="gate_up, down = self.stacks.values()", kind="qwen3_moe")("""
+one token in 64 gets zero weights for its experts
++ weights = weights.clone()
++ weights[::64] = 0
+one token in 64 is routed to the next experts
++ chosen = chosen.clone()
++ chosen[::64] = (chosen[::64] + 1) % len(self.down_proj)
+one token in 64 is computed by the next experts
+- groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
++ others = chosen.clone()
++ others[::64] = (others[::64] + 1) % len(self.down_proj)
++ groups = arrange(others, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
+""")
+
 # ── Rounding and formats ────────────────────────────────────────────────────────────────
 
 faults_in(tensor, emulated)("""
@@ -603,6 +622,10 @@ faults_in(adamw, weights=WEIGHTS)("""
 the norm is not clipped
 - return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 + return None
+each update is applied twice
+- self.prepare(clip_coefficient=clip_coefficient)()
++ self.prepare(clip_coefficient=clip_coefficient)()
++ self.prepare()()
 the second moment is not corrected for bias
 - return math.sqrt(1 - self.beta2**self.step)
 + return 1.0
@@ -612,6 +635,11 @@ an exact weight's low bits are dropped
 - rounded, remainder_bits = split(master)
 + rounded, remainder_bits = split(master)
 + remainder_bits.zero_()
+""")
+faults_in(adamw, weights=("fp32", "bf16_exact"))("""
+moments are BF16, not FP32
+- default = torch.float32 if self.exact else parameter.dtype
++ default = torch.bfloat16
 """)
 faults_in(gradients, lambda run: not run.accelerator.is_fsdp2, weights=WEIGHTS)("""
 a tenth of each gradient remains after a step

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
-from pretrain.model import attention, experts, gradients, packed
+from pretrain.model import attention, gradients, packed
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.optimizer import adamw
 from pretrain.optimizer.muon import Muon
 from pretrain.precision import delayed_state, emulation, gemm
 from pretrain.precision.emulation import EmulatedGemm, Operand
@@ -33,7 +31,7 @@ from pretrain.verify import parity
 from tests.pretrain.conftest import active_in
 from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, patching, quantized
-from tests.pretrain.verify.small_runs import MIXTURES, SmallRun
+from tests.pretrain.verify.small_runs import SmallRun
 
 # ── The batches of a step ───────────────────────────────────────────────────────────────
 
@@ -270,13 +268,6 @@ def later_gradients_unquantized(run, real, gemm, role, x, along, scale):
     return Operand(x.float() if along == "features" else x.t().float(), None)
 
 
-@fault("a layer is recomputed outside low precision", quantized, recompute=True)
-@patching(lambda run: run.packed.context.engine, "checkpoint")
-def recomputed_outside(run: SmallRun, real: Any, *arguments: Any, again: Any) -> Any:
-    context = run.packed.context
-    return real(*arguments, again=lambda: overridden(context, low_precision=False))
-
-
 fault("a phase has the precision of the phase before it", quantized)(
     patching(PrecisionSchedule, "at")(lambda *_: active_in("bf16", "torch"))
 )
@@ -291,7 +282,7 @@ def half_of_the_history(run: SmallRun, patch: Patch) -> None:
         patch.setitem(states, direction, state._replace(amax_history=half))
 
 
-# ── Experts with few tokens, and the routing of one token in 64 ─────────────────────────
+# ── Experts with few tokens ─────────────────────────────────────────────────────────────
 
 
 def changing_grouped_products(kind: str, change: Callable[..., object]) -> Make:
@@ -341,41 +332,6 @@ def gradients_exchanged(parts: Any, by_tokens: list[int]) -> None:
     parts[[smallest, next_one]] = parts[[next_one, smallest]]
 
 
-def changing_choices(change: Callable[[Tensor, Tensor], object]) -> Make:
-    """Return a fault that changes the experts of every 64th token, and their weights, in place."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden, chosen, weights = inputs[0], inputs[1].clone(), inputs[2].clone()
-            change(chosen[::64], weights[::64])
-            return hidden, chosen, weights
-
-        for layer in run.layers:
-            layer.mlp.experts.register_forward_pre_hook(changed)
-
-    return make
-
-
-def choose_next_expert(chosen: Tensor, *weights: Tensor) -> None:
-    chosen.add_(1).remainder_(MIXTURES["qwen3_moe"]["num_experts"])
-
-
-fault("one token in 64 gets zero weights for its experts", kind="qwen3_moe")(
-    changing_choices(lambda chosen, weights: weights.zero_())
-)
-fault("one token in 64 is routed to the next experts", kind="qwen3_moe")(
-    changing_choices(choose_next_expert)
-)
-
-
-@fault("one token in 64 is computed by the next experts", kind="qwen3_moe")
-@patching(experts, "arrange")
-def arranged_by_next_expert(run: SmallRun, real: Any, chosen: Tensor, *rest: int) -> Any:
-    chosen = chosen.clone()
-    choose_next_expert(chosen[::64])
-    return real(chosen, *rest)
-
-
 # ── The update, and cached weights in the next step ─────────────────────────────────────
 
 fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
@@ -391,12 +347,6 @@ def after_update(run: SmallRun, patch: Patch, then: Callable[[int], object]) -> 
         then(next(count))
 
     patch.setattr(run.optimizer, "step", stepped)
-
-
-@fault_of_update("each update is applied twice")
-def each_update_twice(run: SmallRun, patch: Patch) -> None:
-    step = run.optimizer.step
-    after_update(run, patch, lambda _: step())
 
 
 @fault_of_update("one weight is never updated")
@@ -509,14 +459,6 @@ def not_cleared(run: SmallRun, patch: Patch) -> None:
 def in_evaluation_mode(run, passes, step):
     run.packed.eval()
     return passes(step)
-
-
-@fault("moments are BF16, not FP32", weights=("fp32", "bf16_exact"))
-@patching(lambda run: run.optimizer, "materialise")
-def moments_in_bf16(run: SmallRun, real: Any) -> None:
-    real()
-    for state in run.optimizer.state.values():
-        state |= {name: state[name].bfloat16() for name in adamw.MOMENTS}
 
 
 @fault_of_update("the loss that is logged is the last microbatch's")

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from pretrain.model.distributed import complete_topology, from_all_ranks
 from pretrain.model.sharding import Sharding, _Group
-from pretrain.precision import delayed_state
+from pretrain.precision import delayed_state, emulation
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.gemm import Gemm
 from tests.pretrain.verify import faults
@@ -30,7 +30,8 @@ from tests.pretrain.verify.small_runs import SmallRun, build_run
 FAULTS: list[faults.Fault] = []
 
 
-fault = partial(faults.fault, weights=("bf16_exact",), registry=FAULTS)
+REGISTER = {"weights": ("bf16_exact",), "registry": FAULTS}
+fault = partial(faults.fault, **REGISTER)
 
 
 def find_faults(layers: int = 2) -> None:
@@ -193,12 +194,14 @@ def codes_not_renewed(run: SmallRun, patch: Patch) -> None:
     )(run, patch)
 
 
-@fault("a rank's codes have an old scale", delayed)
-@patching(EmulatedGemm, "quantize_along")
-def old_scale(run, real, gemm, role, x, along, scale):
-    is_old = role == "weight" and run.accelerator.process_index == 1
-    # The scale of a weight whose largest value was larger by a tenth.
-    return real(gemm, role, x, along, scale / 1.1 if is_old else scale)
+# The scale of a weight whose largest value was larger by a tenth
+faults_in(emulation, delayed, **REGISTER)("""
+a rank's codes have an old scale
+- with self._engine.without_autocast():
++ if role == "weight" and torch.distributed.get_rank() == 1:
++     scale = scale / 1.1
++ with self._engine.without_autocast():
+""")
 
 
 @fault("a rank's codes are shifted", quantized)
@@ -217,7 +220,7 @@ def shifted_codes(run, real, gemm, role, *arguments, **options):
     )
 
 
-faults_in(delayed_state, delayed, weights=("bf16_exact",), registry=FAULTS)("""
+faults_in(delayed_state, delayed, **REGISTER)("""
 amaxes are not reduced
 - if dist.is_initialized():
 + if False:
