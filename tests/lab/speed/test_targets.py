@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,37 +13,27 @@ from lab.speed.targets import devices_called, obstacle
 from pretrain.plan.plan import Plan, Training
 from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, qwen3, recipe, schedule_of
 
 FLASH = {"config": QWEN3, "attention": "flash_attn"}
 
 
-@pytest.fixture(scope="module")
-def shapes() -> PreTrainedModel:
-    return on_meta(QWEN3)
-
-
-@pytest.fixture(scope="module")
-def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
-    """Return a function that plans a billion tokens of Qwen3-1.7B on a target."""
-
-    def make(
-        target: str,
-        precision: str = "bf16",
-        trained: PreTrainedModel = shapes,
-        mean_squared: float = 745.0,
-        topology: str | None = None,
-        **changes: Any,
-    ) -> Plan:
-        settings = LowPrecisionSettings(**changes.get("fp8_config", {}))
-        active = select_precision(precision, settings, lambda precision: None)
-        usual = {"weights": "bf16_exact", "train": {"tokens": 10**9}}
-        resolved = recipe(precision=precision, **(usual | changes))
-        schedule = schedule_of(resolved, active)
-        training = Training(resolved, schedule, flops_of(trained), mean_squared)
-        return targets.plan_on(devices_called(target), training, trained, topology)
-
-    return make
+def plan_on(
+    target: str,
+    precision: str = "bf16",
+    trained: PreTrainedModel | None = None,
+    mean_squared: float = 745.0,
+    topology: str | None = None,
+    **changes: Any,
+) -> Plan:
+    """Return the plan of a billion tokens of Qwen3-1.7B on a target."""
+    active = select_precision(precision, LowPrecisionSettings(), lambda precision: None)
+    usual = {"weights": "bf16_exact", "train": {"tokens": 10**9}}
+    resolved = recipe(precision=precision, **(usual | changes))
+    trained = trained or qwen3()
+    schedule = schedule_of(resolved, active)
+    training = Training(resolved, schedule, flops_of(trained), mean_squared)
+    return targets.plan_on(devices_called(target), training, trained, topology)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +44,7 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         ("B200", "block", {}, None),
         ("A100", "current", {}, "needs a GPU of compute capability 8.9"),
         ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
+        ("8xB200", "bf16", {"batch": {"tokens": 8 * 4096}}, None),
         ("RTX 4090", "bf16", {"model": FLASH}, "flash_attn needs an sm_90 or sm_100 GPU"),
         ("H200", "fp32", {"model": FLASH, "weights": "fp32"}, "flash_attn needs BF16"),
         ("H200", "bf16", {"model": FLASH}, None),
@@ -62,13 +52,13 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
     ],
 )
 def test_an_obstacle_on_a_device_is_named(
-    target: str, precision: str, changes: dict, message: str | None, plan_on: Callable
+    target: str, precision: str, changes: dict, message: str | None
 ) -> None:
     reason = obstacle(plan_on(target, precision, **changes))
     assert reason is message or message in reason
 
 
-def test_a_model_too_large_for_a_device_is_sharded(plan_on: Callable) -> None:
+def test_a_model_too_large_for_a_device_is_sharded() -> None:
     for length, sharded in ((4096, False), (2**17, True)):
         changes = {"data": {"packs": "p", "length": length}, "batch": {"tokens": 2**21}}
         alone, eight = (plan_on(f"{count} x NVIDIA H100 80GB HBM3", **changes) for count in (1, 8))
@@ -77,9 +67,7 @@ def test_a_model_too_large_for_a_device_is_sharded(plan_on: Callable) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8"])
-def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
-    precision: str, plan_on: Callable
-) -> None:
+def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(precision: str) -> None:
     """FP32 weights of a copy take 28 GiB and more, and the activations of 12 packs 80 to 90."""
     changes = {"weights": "fp32", "batch": {"tokens": 2**21, "microbatch": 12}}
     alone = plan_on("8xH100", precision, topology="ddp", **changes)
@@ -90,9 +78,7 @@ def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(
 @pytest.mark.parametrize(
     ("target", "gib"), {"A100": 79.1, "2xRTX A6000": 47.4, "L40S": 44.3}.items()
 )
-def test_a_microbatch_fits_the_memory_of_the_device(
-    target: str, gib: float, plan_on: Callable
-) -> None:
+def test_a_microbatch_fits_the_memory_of_the_device(target: str, gib: float) -> None:
     """Every device has a memory size, not only a peak speed."""
     changes = {"data": {"packs": "p", "length": 2048}, "batch": {"tokens": 2**21}}
     plan = plan_on(target, **changes)
@@ -100,7 +86,7 @@ def test_a_microbatch_fits_the_memory_of_the_device(
     assert plan.expected_microbatch < plan.packs_per_rank
 
 
-def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:
+def test_triton_attention_needs_the_memory_of_flash_attention_4() -> None:
     """Both keep rotated queries and keys only if memory suffices."""
     config = QWEN3 | {"head_dim": 64}
     layers = []
@@ -111,17 +97,10 @@ def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callabl
     assert triton == flash and triton.rotated > varlen.rotated == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("Q9", "the table has A100 40GB, A100, H100 PCIe"),
-        ("H20", "the table has .*RTX 5090$"),
-        ("8x", "the table has"),
-        ("0xH200", "the table has"),
-    ],
-)
-def test_an_unknown_device_raises_the_names_of_the_table(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=f"--on {text}: this device is not .*{message}"):
+@pytest.mark.parametrize("text", ["Q9", "H20", "8x", "0xH200"])
+def test_an_unknown_device_raises_the_names_of_the_table(text: str) -> None:
+    message = f"--on {text}: this device is not .*the table has A100 40GB, A100, .*RTX 5090$"
+    with pytest.raises(InputError, match=message):
         devices_called(text)
 
 
@@ -136,7 +115,7 @@ def test_several_devices_may_be_written_in_several_ways() -> None:
     [(None, False, False), ("ddp", False, False), ("zero", True, True), ("fsdp2", True, True)],
 )
 def test_a_topology_replaces_the_first_that_fits(
-    topology: str | None, sharded: bool, gathered: bool, plan_on: Callable[..., Plan]
+    topology: str | None, sharded: bool, gathered: bool
 ) -> None:
     devices = plan_on("8xH100", topology=topology).devices
     assert (devices.sharded, devices.gathered) == (sharded, gathered)
@@ -158,12 +137,7 @@ def test_a_topology_replaces_the_first_that_fits(
     ],
 )
 def test_a_target_uses_the_attention_that_is_chosen_there(
-    target: str,
-    requested: str,
-    head_dim: int,
-    length: int,
-    attention: str,
-    plan_on: Callable[..., Plan],
+    target: str, requested: str, head_dim: int, length: int, attention: str
 ) -> None:
     config = QWEN3 | {"head_dim": head_dim}
     settings = {"config": config, "attention": requested}

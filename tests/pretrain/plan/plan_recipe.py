@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
+from pretrain.model.attention import Choice
 from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import LayerMemory, compiled_layer
+from pretrain.plan.memory import Devices, compiled_layer, layers_of
+from pretrain.plan.plan import Plan
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
+from tests.pretrain.conftest import QUANTIZED, active_in
 
 PACKS = 22_206  # packs of the reference dataset
 
@@ -46,21 +50,10 @@ def schedule_of(
     active: ActivePrecision,
     *later: Phase,
     until: float | None = None,
-    packs: int = PACKS,
 ) -> PrecisionSchedule:
     """Return the schedule of a recipe: `active` until a step or to the end, then `later`."""
-    steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
+    steps = steps_of(recipe.train, recipe.batch.tokens, PACKS, recipe.data.length)
     return PrecisionSchedule([(until, active), *later], steps)
-
-
-def compiled_layers(flops: ModelFlops, schedule: PrecisionSchedule) -> dict[str, list[LayerMemory]]:
-    """Map each precision of the schedule to the memory of layers of which none is fused."""
-    layers = {}
-    for active in schedule.precisions:
-        precision = active.precision
-        layer = compiled_layer(flops, precision, precision.layouts_on(None), {})
-        layers[precision.name] = [layer] * flops.shape.layers
-    return layers
 
 
 QWEN3 = {
@@ -76,3 +69,59 @@ QWEN3 |= {
     "tie_word_embeddings": True,
     "model_type": "qwen3",
 }
+
+
+@cache
+def qwen3() -> PreTrainedModel:
+    """Return Qwen3-1.7B without storage."""
+    return on_meta(QWEN3)
+
+
+def plan_of(
+    precision: str = "bf16",
+    devices: Devices | None = None,
+    *,
+    model: PreTrainedModel | None = None,
+    fused: bool = False,
+    attention: str = "packed_fa4",
+    mean_squared: float = 745.0,
+    engine: str = "transformer_engine",
+    section: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Plan:
+    """Return the plan of the recipe with `changes` on GPUs.
+
+    model: Qwen3-1.7B by default.
+    fused: True for fused layers, as far as they can be fused. Otherwise none is fused.
+    engine: the engine of quantized precisions.
+    section: the section `model` of the recipe.
+    """
+    model = model or qwen3()
+    devices = devices or Devices()
+    settings = recipe(**changes, **({"model": section} if section else {}))
+    engine = engine if precision in QUANTIZED else "torch"
+    active = active_in(precision, engine, **changes.get("fp8_config", {}))
+    flops = flops_of(model)
+    if fused:
+        layers = layers_of(model, flops, settings, active, devices, attention)
+    else:
+        layouts = active.precision.layouts_on(None)
+        layers = [compiled_layer(flops, active.precision, layouts, {})] * flops.shape.layers
+    return Plan(
+        settings,
+        schedule_of(settings, active),
+        flops,
+        mean_squared,
+        PACKS,
+        devices=devices,
+        layers={precision: layers},
+        attention=Choice(attention, "requested"),
+    )
+
+
+def in_phases(first: Plan, then: Plan, until: float) -> Plan:
+    """Return a plan in the precision of `first` until a share of the steps, and then of `then`."""
+    schedule = schedule_of(
+        first.recipe, first.precisions[0], (None, then.precisions[0]), until=until
+    )
+    return replace(first, schedule=schedule, layers={**first.layers, **then.layers})

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,21 +15,20 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB
 from lab.speed.targets import devices_called, plan_on
-from pretrain.model.attention import Choice
 from pretrain.model.configuration import load_config
 from pretrain.model.huggingface import build_on_meta
 from pretrain.optimizer.muon import hidden_parameters
-from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, Training
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import Training
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.plan.plan_recipe import (
     QWEN3,
-    compiled_layers,
     flops_of,
     on_meta,
-    recipe,
+    plan_of,
+    qwen3,
     schedule_of,
 )
 
@@ -43,6 +42,9 @@ ZERO = Devices(4, sharded=True, gathered=True)
 FSDP2 = Devices(4, sharded=True)
 
 
+fused = partial(plan_of, fused=True)
+
+
 @cache
 def model_of(name: str) -> PreTrainedModel:
     """Return a model of the benchmarks without storage."""
@@ -50,61 +52,48 @@ def model_of(name: str) -> PreTrainedModel:
     return on_meta(values["model"]["config"])
 
 
-@pytest.fixture(scope="module")
-def qwen3() -> PreTrainedModel:
-    return on_meta(QWEN3)
+HEAD = {"fp8_config": {"scope": "linear+head"}}
+# Peaks of fused layers in benchmarks/results/speed/h200_*.json, with exact BF16 weights, and
+# microbatches of 32,768 tokens, or 8,192 of large models.
+FUSED = [
+    ("qwen3_1_7b", Devices(), "bf16", {}, 73.997),
+    ("qwen3_1_7b", Devices(), "delayed", {}, 74.875),
+    ("qwen3_1_7b", Devices(), "current", {}, 74.873),
+    ("qwen3_1_7b", Devices(), "current", HEAD, 77.261),
+    ("qwen3_1_7b", Devices(4), "delayed", HEAD, 78.377),
+    # Measured before gathered weights of layers were freed.
+    ("qwen3_1_7b", ZERO, "delayed", HEAD, 67.3 - 2 * 28 * LAYER / GIB),
+    ("llama_3_1_8b", ZERO, "delayed", {}, 118.148 - 2 * 32 * LAYER_OF_8B / GIB),
+    ("llama_3_1_8b", ZERO, "delayed", HEAD, 120.1 - 2 * 32 * LAYER_OF_8B / GIB),
+    ("qwen2_5_14b", FSDP2, "delayed", HEAD, 135.07),
+]
+# Peaks of compiled layers of Qwen3-1.7B.
+COMPILED = [
+    ("bf16", "bf16", "bf16", 77.0),
+    ("bf16", "fp32", "fp32", 93.0),
+    ("bf16", "bf16_exact", "fp32", 89.8),
+    ("delayed", "bf16_exact", "bf16", 98.0),
+    ("nvfp4", "bf16_exact", "bf16", 99.7),
+    ("mxfp8", "bf16_exact", "bf16", 102.4),
+]
 
 
-def compiled(
-    model: PreTrainedModel, precision: str = "bf16", devices: Devices | None = None, **changes: Any
-) -> Plan:
-    """Return the plan of compiled layers on a GPU with Transformer Engine."""
-    engine = "transformer_engine" if precision in QUANTIZED else "torch"
-    active = active_in(precision, engine, **changes.get("fp8_config", {}))
-    settings = recipe(**changes)
-    schedule = schedule_of(settings, active)
-    flops = flops_of(model)
-    layers = compiled_layers(flops, schedule)
-    attention = Choice("packed_fa4", "requested")
-    shared = {"devices": devices or Devices(), "layers": layers, "attention": attention}
-    return Plan(settings, schedule, flops, mean_squared=745.0, **shared)
-
-
-def fused(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> Plan:
-    """Return the plan of fused layers."""
-    plan = compiled(model, precision, devices, **changes)
-    arguments = (plan.flops, plan.recipe, plan.schedule.at(1), devices, "packed_fa4")
-    layers = layers_of(model, *arguments)
-    assert all(layer.fused for layer in layers)
-    return replace(plan, layers={precision: layers})
-
-
-@pytest.mark.parametrize(
-    ("model", "devices", "precision", "scope", "gib"),
-    [
-        ("qwen3_1_7b", Devices(), "bf16", "linear", 73.997),
-        ("qwen3_1_7b", Devices(), "delayed", "linear", 74.875),
-        ("qwen3_1_7b", Devices(), "current", "linear", 74.873),
-        ("qwen3_1_7b", Devices(), "current", "linear+head", 77.261),
-        ("qwen3_1_7b", Devices(4), "delayed", "linear+head", 78.377),
-        # Measured before gathered weights of layers were freed.
-        ("qwen3_1_7b", ZERO, "delayed", "linear+head", 67.3 - 2 * 28 * LAYER / GIB),
-        ("llama_3_1_8b", ZERO, "delayed", "linear", 118.148 - 2 * 32 * LAYER_OF_8B / GIB),
-        ("llama_3_1_8b", ZERO, "delayed", "linear+head", 120.1 - 2 * 32 * LAYER_OF_8B / GIB),
-        ("qwen2_5_14b", FSDP2, "delayed", "linear+head", 135.07),
-    ],
-)
+@pytest.mark.parametrize(("model", "devices", "precision", "changes", "gib"), FUSED)
 def test_estimates_of_fused_layers_match_measured_peaks(
-    model: str, devices: Devices, precision: str, scope: str, gib: float
+    model: str, devices: Devices, precision: str, changes: dict[str, Any], gib: float
 ) -> None:
-    """Exact BF16 weights, and microbatches of 32,768 tokens, or 8,192 of large models.
-
-    The peaks are from benchmarks/results/speed/h200_*.json.
-    """
     packs, length = (8, 4096) if model == "qwen3_1_7b" else (1, 8192)
-    changes = {"data": {"packs": "p", "length": length}, "fp8_config": {"scope": scope}}
-    plan = fused(model_of(model), precision, devices, **EXACT, **changes)
+    data = {"packs": "p", "length": length}
+    plan = fused(precision, devices, model=model_of(model), data=data, **EXACT, **changes)
     assert plan.takes(packs) / GIB == pytest.approx(gib, rel=0.03)
+
+
+@pytest.mark.parametrize(("precision", "weights", "gradients", "gib"), COMPILED)
+def test_estimates_of_compiled_layers_match_measured_peaks(
+    precision: str, weights: str, gradients: str, gib: float
+) -> None:
+    plan = plan_of(precision, weights=weights, optimizer={"gradients": gradients})
+    assert plan.takes(8) / GIB == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -126,32 +115,14 @@ def test_the_plan_of_a_run_has_the_memory_that_it_allocated(run: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("precision", "weights", "gradients", "gib"),
-    [
-        ("bf16", "bf16", "bf16", 77.0),
-        ("bf16", "fp32", "fp32", 93.0),
-        ("bf16", "bf16_exact", "fp32", 89.8),
-        ("delayed", "bf16_exact", "bf16", 98.0),
-        ("nvfp4", "bf16_exact", "bf16", 99.7),
-        ("mxfp8", "bf16_exact", "bf16", 102.4),
-    ],
-)
-def test_estimates_of_compiled_layers_match_measured_peaks(
-    precision: str, weights: str, gradients: str, gib: float, qwen3: PreTrainedModel
-) -> None:
-    plan = compiled(qwen3, precision, weights=weights, optimizer={"gradients": gradients})
-    assert plan.takes(8) / GIB == pytest.approx(gib, rel=0.05)
-
-
-@pytest.mark.parametrize(
     ("weights", "kept_in", "size"),
     [("fp32", None, 4), ("bf16", None, 2), ("bf16_exact", "bf16", 2)],
 )
 def test_weights_moments_and_gradients_are_exact(
-    weights: str, kept_in: str | None, size: int, qwen3: PreTrainedModel
+    weights: str, kept_in: str | None, size: int
 ) -> None:
     optimizer = {"moments": kept_in, "gradients": kept_in}
-    parts = compiled(qwen3, weights=weights, optimizer=optimizer).memory(1)
+    parts = plan_of(weights=weights, optimizer=optimizer).memory(1)
     sizes = (parts["parameters"], parts["optimizer moments"] // 2, parts["gradients"])
     assert sizes == (size * PARAMETERS,) * 3
     assert parts.get("remainder bits", 0) == (2 * PARAMETERS if weights == "bf16_exact" else 0)
@@ -167,35 +138,31 @@ def test_weights_moments_and_gradients_are_exact(
     ],
 )
 def test_offloaded_state_is_in_host_memory_and_not_on_the_device(
-    offload: str, name: str, on_device: set[str], host_bytes: int, qwen3: PreTrainedModel
+    offload: str, name: str, on_device: set[str], host_bytes: int
 ) -> None:
     for devices in (Devices(name=name), replace(ZERO, name=name)):
-        with_state = compiled(qwen3, "bf16", devices, **EXACT)
-        offloaded = compiled(qwen3, "bf16", devices, **EXACT, optimizer={"offload": offload})
+        with_state = plan_of("bf16", devices, **EXACT)
+        offloaded = plan_of("bf16", devices, **EXACT, optimizer={"offload": offload})
         assert offloaded.memory(1).keys() & {"optimizer moments", "remainder bits"} == on_device
         assert offloaded.host_memory == host_bytes * PARAMETERS // devices.shards
         assert with_state.takes(1) - offloaded.takes(1) == offloaded.host_memory
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_muon_keeps_one_moment_of_each_matrix_in_layers(
-    qwen3: PreTrainedModel, shards: int
-) -> None:
+def test_muon_keeps_one_moment_of_each_matrix_in_layers(shards: int) -> None:
     devices = Devices(shards, sharded=shards > 1)
-    plan = compiled(qwen3, "bf16", devices, optimizer={"name": "muon"})
-    hidden_weights = sum(item.parameter.numel() for item in hidden_parameters(qwen3))
+    plan = plan_of("bf16", devices, optimizer={"name": "muon"})
+    hidden_weights = sum(item.parameter.numel() for item in hidden_parameters(qwen3()))
     assert hidden_weights == 28 * LAYER
     flops = replace(plan.flops, hidden_weights=hidden_weights)
     moments = replace(plan, flops=flops).memory(1)["optimizer moments"]
     assert moments == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
 
 
-def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
-    qwen3: PreTrainedModel,
-) -> None:
+def test_sharding_divides_weights_and_moments_and_adds_gathered_parts() -> None:
     layer = 50_336_128  # with norms
     replicated, zero, fsdp2, two_replicas = (
-        compiled(qwen3, "bf16", devices, weights="fp32").memory(8)
+        plan_of("bf16", devices, weights="fp32").memory(8)
         for devices in (Devices(4), ZERO, FSDP2, replace(FSDP2, replicas=2))
     )
     for parts in (zero, fsdp2):
@@ -208,6 +175,21 @@ def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
     assert fsdp2["gathered weights"] == pytest.approx(2 * (3 * layer + TABLE), rel=1e-4)
     assert fsdp2["gradients"] == pytest.approx(4 * (layer + TABLE) + PARAMETERS, rel=1e-4)
     assert two_replicas["parameters"] == 4 * PARAMETERS // 2
+    model = on_meta(QWEN3 | {"tie_word_embeddings": False})
+    untied = plan_of("bf16", FSDP2, model=model, weights="fp32").memory(8)
+    assert untied["gradients"] == pytest.approx(4 * TABLE + PARAMETERS + TABLE, rel=1e-4)
+
+
+def test_a_recomputed_layer_keeps_its_input_and_no_copies_of_weights() -> None:
+    def parts(which: str | int) -> dict[str, int]:
+        section = {"source": "m", "fused": "off", "gradient_checkpointing": which}
+        return plan_of(fused=True, section=section).memory(8)
+
+    full, second, none = map(parts, ("full", 2, "none"))
+    assert full["activations"] == 28 * 8 * 4096 * 2 * 2048
+    assert none["BF16 working copies"] == 28 * full["BF16 working copies"] == 28 * 2 * LAYER
+    # Layers after a recomputed layer have freed their activations when it is recomputed.
+    assert "the loss" in second and second["activations"] > 14 * full["activations"] / 28
 
 
 @pytest.mark.parametrize(
@@ -221,16 +203,16 @@ def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
     ],
 )
 def test_layers_are_gathered_unless_they_keep_codes(
-    keep: dict, by_zero: int, by_fsdp2: int, qwen3: PreTrainedModel
+    keep: dict, by_zero: int, by_fsdp2: int
 ) -> None:
     for devices, layers in ((ZERO, by_zero), (FSDP2, by_fsdp2)):
-        parts = fused(qwen3, "delayed", devices, **EXACT, fp8_config=keep).memory(1)
+        parts = fused("delayed", devices, **EXACT, fp8_config=keep).memory(1)
         assert parts["gathered weights"] == pytest.approx(2 * (TABLE + layers * LAYER), rel=1e-3)
 
 
-def test_bf16_layers_are_counted_and_only_they_copy_fp32_weights(qwen3: PreTrainedModel) -> None:
+def test_bf16_layers_are_counted_and_only_they_copy_fp32_weights() -> None:
     def layers(precision: str, **changes: Any) -> list[Any]:
-        return fused(qwen3, precision, Devices(), weights="fp32", **changes).layers[precision]
+        return fused(precision, Devices(), weights="fp32", **changes).layers[precision]
 
     low, bf16 = layers("delayed")[0], layers("bf16")[0]
     mixed = layers("delayed", fp8_config={"keep_bf16_layers": {"first": 1, "last": 2}})
@@ -243,13 +225,10 @@ def test_bf16_layers_are_counted_and_only_they_copy_fp32_weights(qwen3: PreTrain
     ("precision", "layouts"),
     [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)],
 )
-def test_blackwell_keeps_one_layout_of_tensor_scaled_weights(
-    precision: str, layouts: int, qwen3: PreTrainedModel
-) -> None:
+def test_blackwell_keeps_one_layout_of_tensor_scaled_weights(precision: str, layouts: int) -> None:
     """Blackwell's GEMMs read operands in either layout. Block-scaled weights need two layouts."""
-    head = {"fp8_config": {"scope": "linear+head"}}
     hopper, blackwell = (
-        fused(qwen3, precision, Devices(capability=capability), **EXACT, **head).memory(1)
+        fused(precision, Devices(capability=capability), **EXACT, **HEAD).memory(1)
         for capability in ((9, 0), (10, 0))
     )
     assert blackwell["quantized weights"] == layouts * hopper["quantized weights"] // 2
@@ -259,13 +238,11 @@ def test_blackwell_keeps_one_layout_of_tensor_scaled_weights(
 @pytest.mark.parametrize(
     ("precision", "operands"), [("block", 12_288 * 33 // 32), ("nvfp4", 12_288 * 9 // 16)]
 )
-def test_operands_are_kept_in_the_bytes_of_their_format(
-    precision: str, operands: int, qwen3: PreTrainedModel
-) -> None:
+def test_operands_are_kept_in_the_bytes_of_their_format(precision: str, operands: int) -> None:
     """In FP8 with a scale per tensor, 6,144 values of a token are kept, and recomputed the rest."""
     everywhere = {"fp8_config": {"keep_bf16_layers": {"last": 0}}}
     kept = {}
     for name in ("delayed", precision):
-        layers = fused(qwen3, name, Devices(), **EXACT, **everywhere).layers[name]
+        layers = fused(name, Devices(), **EXACT, **everywhere).layers[name]
         (kept[name],) = {layer.kept for layer in layers}
     assert kept[precision] - kept["delayed"] == operands - 6144

@@ -9,52 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB
 from lab.speed.speed import predict
-from pretrain.model.attention import Choice
-from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
-from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.job import check_host_memory, cuda_graphs, use_one_thread
-from pretrain.settings.recipe import Recipe
-from tests.pretrain.conftest import active_in
-from tests.pretrain.plan.plan_recipe import (
-    QWEN3,
-    compiled_layers,
-    flops_of,
-    on_meta,
-    recipe,
-    schedule_of,
-)
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> PreTrainedModel:
-    return on_meta(QWEN3)
-
-
-def plan(
-    model: PreTrainedModel,
-    settings: Recipe | None = None,
-    devices: Devices | None = None,
-    **changes: Any,
-) -> Plan:
-    settings = settings or recipe()
-    schedule = changes.get("schedule") or schedule_of(settings, active_in("bf16", "torch"))
-    flops = flops_of(model)
-    values = {
-        "packs": 22_206,
-        "mean_squared": 745.0,
-        "schedule": schedule,
-        "layers": compiled_layers(flops, schedule),
-        "attention": Choice("packed_fa4", "requested"),
-    }
-    return Plan(settings, devices=devices or Devices(), flops=flops, **values | changes)
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, in_phases, on_meta, plan_of
 
 
 def words(plan: Plan) -> str:
@@ -62,16 +25,13 @@ def words(plan: Plan) -> str:
     return " ".join(render(plan).split())
 
 
-def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
-    low, high = (
-        select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
-        for name in ("nvfp4", "bf16")
-    )
-    settings = recipe(train={"steps": 100}, schedule={"warmup": 0})
-    run_plan = plan(qwen3, settings, schedule=schedule_of(settings, low, (None, high), until=0.5))
-    assert run_plan.steps == 100 and run_plan.emulated
+def test_a_plan_shows_the_steps_of_each_precision() -> None:
+    changes = {"train": {"steps": 100}, "schedule": {"warmup": 0}}
+    low = plan_of("nvfp4", engine="emulation", **changes)
+    plan = in_phases(low, plan_of(**changes), until=0.5)
+    assert plan.steps == 100 and plan.emulated
     for fact in ("nvfp4 to 50 %, then bf16", "steps 51 to 100 in bf16", "last 5 layers in bf16"):
-        assert fact in words(run_plan)
+        assert fact in words(plan)
 
 
 def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
@@ -81,41 +41,34 @@ def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
     experts = 28 * 2 * 3 * 2048 * 768
     flops = flops_of(model)
     assert (flops.expert_weights, flops.idle_weights) == (experts, 3 * experts)
-    plans = []
-    varlen = Choice("packed_varlen", "requested")
-    for fp8_format in ("HYBRID", "E4M3"):
-        active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
-        layers = layers_of(model, flops, recipe(), active, Devices(), varlen.name)
-        changes = {"schedule": schedule_of(recipe(), active), "layers": {"delayed": layers}}
-        h100 = Devices(name="NVIDIA H100 80GB HBM3")
-        plans.append(plan(model, devices=h100, attention=varlen, **changes))
-    hybrid, e4m3 = plans
-    slow, fast = map(predict, plans)
+    h100 = Devices(name="NVIDIA H100 80GB HBM3")
+    settings = {"model": model, "fused": True, "attention": "packed_varlen"}
+    hybrid, e4m3 = (
+        plan_of("delayed", h100, **settings, fp8_config={"fp8_format": fp8_format})
+        for fp8_format in ("HYBRID", "E4M3")
+    )
+    slow, fast = map(predict, (hybrid, e4m3))
     assert slow.tokens_per_second < fast.tokens_per_second and slow.gain < fast.gain
     assert "experts compute in BF16" in words(hybrid) and "experts" not in words(e4m3)
-    quantized = [run_plan.memory(1)["quantized weights"] for run_plan in plans]
+    quantized = [plan.memory(1)["quantized weights"] for plan in (hybrid, e4m3)]
     assert quantized[1] - quantized[0] == 2 * 4 * experts
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
-def test_microbatch_sizes_have_minimal_padding(
-    qwen3: PreTrainedModel, packs: int, devices: int
-) -> None:
+def test_microbatch_sizes_have_minimal_padding(packs: int, devices: int) -> None:
     """Each number of microbatches has one size. If devices divide packs, nothing is padded."""
-    run_plan = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
-    sizes = run_plan.microbatch_sizes
-    per_rank = run_plan.packs_per_rank
+    plan = plan_of(devices=Devices(devices), batch={"tokens": packs * 4096})
+    sizes = plan.microbatch_sizes
+    per_rank = plan.packs_per_rank
     assert sizes[0] == 1 and sizes[-1] == per_rank
     assert len({-(-per_rank // size) for size in sizes}) == len(sizes)
     assert packs % devices or all(per_rank % size == 0 for size in sizes)
 
 
 @given(most=st.integers(1, 40), devices=st.integers(1, 32))
-def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
-    qwen3: PreTrainedModel, most: int, devices: int
-) -> None:
-    run_plan = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
-    per_rank, size = run_plan.packs_per_rank, run_plan.microbatch
+def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(most: int, devices: int) -> None:
+    plan = plan_of(devices=Devices(devices), batch={"tokens": 131_072, "microbatch": most})
+    per_rank, size = plan.packs_per_rank, plan.microbatch
     passes = -(-per_rank // most)
     assert 1 <= size <= min(most, per_rank)
     assert -(-per_rank // size) == passes and size * passes - per_rank < passes
@@ -125,34 +78,29 @@ COSINE = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
 
 
 @pytest.mark.parametrize(
-    ("every", "changes", "before_decay", "at_once"),
+    ("every", "at_end", "changes", "before_decay", "at_once"),
     [
         # 2,776 steps, of which 555 decay: three kept, one before the decay, one being written.
-        (500, {}, 2221, 5),
-        (500, {"schedule": {"kind": "cosine"}}, 0, 4),
+        (500, True, {}, 2221, 5),
+        (500, True, {"schedule": {"kind": "cosine"}}, 0, 4),
         # The first regular checkpoint is saved during the decay.
-        (2500, {}, 2221, 2),
+        (2500, True, {}, 2221, 2),
         # The last step is saved only at the end.
-        (500, COSINE, 0, 2),
-        (500, COSINE | {"at_end": False}, 0, 1),
-        (500, COSINE | {"at_end": False, "evaluate": {"served": "nvfp4"}}, 0, 2),
+        (500, True, COSINE, 0, 2),
+        (500, False, COSINE, 0, 1),
+        (500, False, COSINE | {"evaluate": {"served": "nvfp4"}}, 0, 2),
     ],
 )
 def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
-    every: int, changes: dict[str, Any], before_decay: int, at_once: int, qwen3: PreTrainedModel
+    every: int, at_end: bool, changes: dict[str, Any], before_decay: int, at_once: int
 ) -> None:
-    settings = {key: value for key, value in changes.items() if key != "at_end"}
-    checkpoint = {"every": every, "keep": 3, "at_end": changes.get("at_end", True)}
-    values = recipe().model_dump(exclude_unset=True) | settings | {"checkpoint": checkpoint}
-    run_plan = plan(qwen3, Recipe.model_validate(values))
-    assert (run_plan.before_decay, run_plan.checkpoints_at_once) == (before_decay, at_once)
+    plan = plan_of(checkpoint={"every": every, "keep": 3, "at_end": at_end}, **changes)
+    assert (plan.before_decay, plan.checkpoints_at_once) == (before_decay, at_once)
 
 
-def test_the_rendered_plan_has_all_facts_in_100_columns(
-    qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rendered_plan_has_all_facts_in_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
+    text = render(plan_of(devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
         "1.72 B parameters, 1.41 B without embeddings, head tied",
@@ -165,43 +113,37 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_plan_that_does_not_fit_names_its_parts_and_settings(qwen3: PreTrainedModel) -> None:
-    (warning,) = plan(qwen3, devices=Devices(name="RTX 3090", memory=23 * GIB)).warnings
+def test_a_plan_that_does_not_fit_names_its_parts_and_settings() -> None:
+    (warning,) = plan_of(devices=Devices(name="RTX 3090", memory=23 * GIB)).warnings
     assert "GiB: parameters 6.4 GiB, gradients 6.4 GiB, optimizer moments 12.8 GiB" in warning
     assert "; to save memory, set " in warning and "`optimizer.offload: state`" in warning
-    text = words(plan(qwen3, recipe(optimizer={"offload": "moments"})))
-    assert ", and 12.8 GiB of host memory (optimizer.offload) " in text
 
 
-@pytest.mark.parametrize(("processes", "free", "needed"), [(1, 14, "13.9"), (2, 28, "27.9")])
-def test_a_host_needs_memory_for_the_state_of_all_its_processes(
-    processes: int, free: int, needed: str, qwen3: PreTrainedModel
-) -> None:
-    offloaded = plan(qwen3, recipe(optimizer={"offload": "moments"}))
-    check_host_memory(offloaded, processes, free * GIB)
-    with pytest.raises(
-        InputError, match=f"`optimizer.offload: moments` needs {needed} GiB of free"
-    ):
-        check_host_memory(offloaded, processes, (free - 1) * GIB)
+def test_a_host_needs_memory_for_the_state_of_all_its_processes() -> None:
+    offloaded = plan_of(optimizer={"offload": "moments"})
+    assert ", and 12.8 GiB of host memory (optimizer.offload) " in words(offloaded)
+    for processes, free, needed in ((1, 14, "13.9"), (2, 28, "27.9")):
+        check_host_memory(offloaded, processes, free * GIB)
+        message = f"`optimizer.offload: moments` needs {needed} GiB of free"
+        with pytest.raises(InputError, match=message):
+            check_host_memory(offloaded, processes, (free - 1) * GIB)
 
 
+@pytest.mark.parametrize(("microbatch", "packs"), [(8, 8), ("auto", 2)])
 def test_shards_are_gathered_once_a_step_if_memory_allows(
-    qwen3: PreTrainedModel,
+    microbatch: int | str, packs: int
 ) -> None:
     """Gathered weights take 6 bytes per parameter, less the groups in use.
 
     With `microbatch: auto` they may reduce the packs of a microbatch, but not below 8,192 tokens.
     """
-    for microbatch, packs in ((8, 8), ("auto", 2)):
-        settings = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
-        shards = [
-            plan(qwen3, settings, Devices(4, sharded=True, gathered=gathered)).takes(packs)
-            for gathered in (True, False)
-        ]
-        assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
-        for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
-            devices = Devices(4, sharded=True, memory=int(memory))
-            assert fits_gathered(plan(qwen3, settings, devices)) is fits
+    batch = {"tokens": 131_072, "microbatch": microbatch}
+    often = plan_of(devices=Devices(4, sharded=True), batch=batch).takes(packs)
+    once = plan_of(devices=Devices(4, sharded=True, gathered=True), batch=batch).takes(packs)
+    assert 7.3 * GIB < once - often < 7.5 * GIB
+    for memory, fits in ((once / 0.91, True), (once / 0.93, False)):
+        devices = Devices(4, sharded=True, memory=int(memory))
+        assert fits_gathered(plan_of(devices=devices, batch=batch)) is fits
 
 
 @pytest.mark.parametrize(
@@ -210,11 +152,7 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
     [(128, None, 2), (64, None, 1), (64, "2", 2)],
 )
 def test_a_small_model_uses_one_thread_unless_the_user_sets_a_number(
-    length: int,
-    set_by_user: str | None,
-    threads: int,
-    qwen3: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
+    length: int, set_by_user: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if set_by_user:
@@ -223,17 +161,16 @@ def test_a_small_model_uses_one_thread_unless_the_user_sets_a_number(
     try:
         torch.set_num_threads(2)
         batch = {"tokens": 2 * length, "microbatch": 2}
-        use_one_thread(plan(qwen3, recipe(data={"packs": "p", "length": length}, batch=batch)))
+        use_one_thread(plan_of(data={"packs": "p", "length": length}, batch=batch))
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 
 
-def test_the_plan_says_how_often_weights_are_gathered(qwen3: PreTrainedModel) -> None:
+def test_the_plan_says_how_often_weights_are_gathered() -> None:
     devices = Devices(4, sharded=True, memory=int(140 * GIB))
-    in_fp8 = {"schedule": schedule_of(recipe(), active_in("delayed", "emulation"))}
-    for changes, text in (({}, "gathered for each use"), (in_fp8, "gathered once a step")):
-        assert f"{text}, reduced in each mic" in words(plan(qwen3, devices=devices, **changes))
+    for precision, text in (("bf16", "gathered for each use"), ("delayed", "gathered once a step")):
+        assert f"{text}, reduced in each mic" in words(plan_of(precision, devices))
 
 
 # ── Use of spare memory ────────────────────────────────────────────────────────────────
@@ -242,19 +179,18 @@ H200 = int(139.8 * GIB)
 
 
 @pytest.fixture(scope="module")
-def in_fp8(qwen3: PreTrainedModel) -> Plan:
+def in_fp8() -> Plan:
     """Return the plan of Qwen3-1.7B with an FP8 head on an H200.
 
     A microbatch has 8 packs of 4,096 tokens.
     """
-    head = {"scope": "linear+head"}
-    changes = {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 10}}
-    settings = recipe(fp8_config=head, **changes)
-    active = active_in("delayed", "transformer_engine", **head)
-    layers = layers_of(qwen3, flops_of(qwen3), settings, active, Devices(), "packed_fa4")
+    return on_an_h200()
+
+
+def on_an_h200(**changes: Any) -> Plan:
+    changes |= {"fp8_config": {"scope": "linear+head"}, "weights": "bf16_exact"}
     devices = Devices(name="NVIDIA H200", memory=H200)
-    schedule = schedule_of(settings, active)
-    return plan(qwen3, settings, devices, schedule=schedule, layers={"delayed": layers})
+    return plan_of("delayed", devices, fused=True, train={"steps": 10}, **changes)
 
 
 def with_memory(plan: Plan, memory: int = H200) -> Plan:
@@ -268,6 +204,8 @@ def test_an_h200_keeps_rotated_queries_with_chunks_of_4096(in_fp8: Plan) -> None
     assert (run_plan.chunk, run_plan.loss.tokens_at_once) == (None, 4096)
     assert run_plan.keeps_rotated
     assert run_plan.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
+    recomputed = on_an_h200(section={"source": "m", "gradient_checkpointing": "full"})
+    assert not with_memory(recomputed).keeps_rotated
 
 
 @given(
@@ -317,16 +255,20 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     gpt2 = {"model_type": "gpt2", "n_layer": 2} | no_dropout
     model = on_meta(gpt2 | changes.get("config", {}))
-    settings = recipe(
-        model={"source": "some/model", **changes.get("model", {})},
+    # The argument `model` of `plan_of` is not the section of the recipe.
+    section = changes.get("model", {})
+    plan = plan_of(
+        changes.get("precision", "delayed"),
+        changes.get("devices"),
+        model=model,
+        fused=True,
+        attention="packed_varlen",
+        section={"source": "some/model", **section},
         loss=changes.get("loss", {}),
         batch={"tokens": changes.get("packs", 32) * 4096, "microbatch": 1},
     )
-    active = active_in(changes.get("precision", "delayed"), "transformer_engine")
-    layers = layers_of(model, flops_of(model), settings, active, Devices(), "packed_varlen")
-    planned = {"schedule": schedule_of(settings, active), "layers": {active.precision.name: layers}}
-    status = cuda_graphs(plan(model, settings, changes.get("devices"), **planned), model)
+    status = cuda_graphs(plan, model)
     if reason is None:
-        assert status == settings.model.cuda_graphs
+        assert status == plan.recipe.model.cuda_graphs
     else:
         assert status.startswith("off: ") and reason in status

@@ -28,24 +28,16 @@ def test_the_last_step_reaches_a_horizon_in_tokens(
 
 
 def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
-    data = {
-        "packs": "packs",
-        "length": 4096,
-        "source": "a.jsonl",
-        "tokenizer": "t",
-        "streaming": {"disk_gb": 2, "window": 64e6},
-    }
-    check_settings(recipe(data=data, train={"tokens": 1e12}), "bf16", 1)
-    with pytest.raises(
-        InputError,
-        match=r"`train\.epochs: 4.0` needs the number of .*set `train\.steps` or `train\.tokens`",
-    ):
-        check_settings(recipe(data=data), "bf16", 1)
-    small = data | {"streaming": {"disk_gb": 0.5, "window": 64e6}}
-    with pytest.raises(
-        InputError, match=r"disk_gb: 0\.5` does not suffice .* four parts .* at least 1\.1"
-    ):
-        check_settings(recipe(data=small, train={"steps": 1000}), "bf16", 1)
+    def check(disk_gb: float, **train: float) -> None:
+        data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t"}
+        data["streaming"] = {"disk_gb": disk_gb, "window": 64e6}
+        check_settings(recipe(data=data, train=train), "bf16", 1)
+
+    check(2, tokens=1e12)
+    with pytest.raises(InputError, match=r"`train\.epochs: 4.0` .*set `train\.steps` or `train"):
+        check(2, epochs=4)
+    with pytest.raises(InputError, match=r"disk_gb: 0\.5` .* four parts .* at least 1\.1"):
+        check(0.5, steps=1000)
 
 
 def test_a_served_loss_needs_held_out_packs() -> None:
@@ -53,28 +45,3 @@ def test_a_served_loss_needs_held_out_packs() -> None:
     check_held_out(served, 1)
     with pytest.raises(InputError, match=r"`evaluate\.served: nvfp4` needs held-out packs"):
         check_held_out(served, 0)
-
-
-@pytest.mark.parametrize(
-    ("begin_with", "every", "merge"),
-    [(None, 10, 10), (None, 30, 4), ("runs/a/checkpoints/step-00000020", 10, 8), ("copy", 10, 10)],
-)
-def test_a_mean_has_the_checkpoints_of_its_own_run(
-    begin_with: str | None, every: int, merge: int
-) -> None:
-    """A branch from step 20 saves the steps from 30 on. The last step is always saved."""
-
-    def check(number: int, **changes: object) -> None:
-        settings = {
-            "train": {"steps": 100, "begin_with": begin_with},
-            "evaluate": {"served": "nvfp4", "merge": number},
-            "checkpoint": {"every": every, "keep": 99},
-            "schedule": {"warmup": 0},
-        }
-        check_settings(recipe(**settings | changes), "bf16", 1)
-
-    check(merge)
-    with pytest.raises(InputError, match=f"which are {merge}; either set it to {merge} or less"):
-        check(merge + 1)
-    with pytest.raises(InputError, match=r"no effect without `evaluate\.served`"):
-        check(merge, evaluate={"merge": 2})
