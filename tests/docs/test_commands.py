@@ -1,4 +1,4 @@
-"""Commands that the docs and comments print are accepted as they stand.
+"""Commands that the docs and comments print are accepted as they stand, and fit on their cards.
 
 A command that trains is parsed, and its recipe is checked for the configuration and the number of
 processes in the command. Matrices print their commands (--dry-run). Other commands are
@@ -11,19 +11,29 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
+from transformers import PreTrainedModel
 
 from docs.recipes_page import FOLDER
+from foundation.units import GIB
+from lab.experiments.matrix_file import load_matrix
+from lab.speed.targets import devices_called, plan_on
 from pretrain.__main__ import main as pretrain
 from pretrain.launch.environment import with_precision
 from pretrain.launch.launcher import find_configuration
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch, steps_of
+from pretrain.plan.plan import Training
+from pretrain.precision.schedule import PrecisionSchedule
+from pretrain.precision.selection import select_precision
+from pretrain.run.job import training_elsewhere
 from pretrain.settings import commands
 from pretrain.settings.config import load_data, load_recipe
 from pretrain.settings.recipe import Recipe
@@ -37,11 +47,8 @@ FILE = r"(?:recipes|accelerate_configs|benchmarks)/[\w/]+\.yaml"
 PROGRAM = re.compile(r"(?:\w+=\S+ )*(accelerate launch|(?:\S*/)?python -m|torchrun|make|sbatch) ")
 # A command with words for the user to replace, such as RUN or `...`.
 TEMPLATE = re.compile(r"\.\.\.|key=value|(?<![\w=/.\"])[A-Z_]{2,}(?![\w=.])|\bN\b")
-# Files that a page tells the user to write, and files that are like them.
-STAND_INS = {
-    "my_matrix.yaml": "recipes/matrices/smoke.yaml",
-    "tune.yaml": "recipes/matrices/smoke.yaml",
-}
+# Matrices that a page tells the user to write.
+MATRICES = ("my_matrix.yaml", "tune.yaml")
 
 
 def comment_of(path: Path) -> list[str]:
@@ -177,8 +184,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/quick_start.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
     (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
-    for name, like in STAND_INS.items():
-        (tmp_path / name).symlink_to(ROOT / like)
+    for name in MATRICES:
+        (tmp_path / name).symlink_to(ROOT / "recipes/matrices/smoke.yaml")
     monkeypatch.chdir(tmp_path)
 
 
@@ -218,7 +225,99 @@ def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
     """Among them is a smoke test of ten steps, which the recipe's schedule is shortened to."""
     page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     guides = page.partition("## The guides behind the recipes")[2].partition("\n## ")[0]
-    settings = quoted_settings(guides)
-    assert len(settings) >= 2
-    for text in settings:
+    assert len(quoted_settings(guides)) >= 2
+    for text in quoted_settings(guides):
         check(FOLDER / "qwen3_slimpajama.yaml", re.findall(SETTING, text))
+
+
+# ── Memory ────────────────────────────────────────────────────────────────────────────────────────
+
+# Cards of files that name none, and of those that name others. A file without a model for a GPU is
+# trained on a CPU.
+USUAL = "H100"
+ON = {
+    **dict.fromkeys(["smoke", "tinyshakespeare", "mxfp4", "cpu"], None),
+    **dict.fromkeys(["llama3_1_8b_openmath", "qwen2_5_14b_openmath"], "H200"),
+    **dict.fromkeys(["nvfp4", "mxfp8", "ddp_mxfp8", "fsdp2_mxfp8"], "B200"),
+    **dict.fromkeys(["b200_speed", "qwen3_slimpajama_speed", "openmath"], "B200"),
+    **dict.fromkeys(["small_malaysian_lm", "small_malaysian_lm_scopes"], "B200"),
+}
+LLAMA = yaml.safe_load((ROOT / "benchmarks/llama_3_1_8b.yaml").read_text())["model"]["config"]
+# Configurations of models on the hub, as far as the memory depends on them.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B": LLAMA,
+    "meta-llama/Llama-3.2-3B": LLAMA
+    | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28}
+    | {"num_attention_heads": 24, "tie_word_embeddings": True},
+    "meta-llama/Llama-3.2-1B": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"head_dim": 64, "tie_word_embeddings": True},
+} | {
+    source: yaml.safe_load((ROOT / f"benchmarks/{name}.yaml").read_text())["model"]["config"]
+    for source, name in (
+        ("Qwen/Qwen2.5-14B", "qwen2_5_14b"),
+        ("Qwen/Qwen3-1.7B-Base", "qwen3_1_7b"),
+    )
+}
+
+PLANNED: dict[str, tuple[Training, PreTrainedModel]] = {}
+
+
+def check_fit(recipe: Recipe, on: str, topology: str | None = None) -> None:
+    """Assert that a recipe fits on devices, with memory to spare."""
+    if config := CONFIGS.get(recipe.model.source or ""):
+        model = recipe.model.model_copy(update={"source": None, "config": config})
+        recipe = recipe.model_copy(update={"model": model})
+    if recipe.train.epochs:
+        # The number of packs is not known.
+        train = recipe.train.model_copy(update={"epochs": None, "steps": 1000})
+        recipe = recipe.model_copy(update={"train": train})
+    # Building a model takes most of the time.
+    key = f"{recipe.model} {recipe.optimizer.name}"
+    if key not in PLANNED:
+        PLANNED[key] = training_elsewhere(recipe, [], None)
+    training, shapes = PLANNED[key]
+    active = select_precision(str(recipe.precision), recipe.fp8_config, lambda _: None)
+    schedule = PrecisionSchedule([(None, active)], training.steps)
+    training = replace(training, recipe=recipe, schedule=schedule)
+    plan = plan_on(devices_called(on), training, shapes, topology)
+    needed = plan.takes(plan.expected_microbatch)
+    assert needed <= plan.devices.memory, f"{needed / GIB:.1f} GiB do not fit"
+
+
+def topology_of(configuration: dict[str, Any]) -> str | None:
+    """Return the topology of an Accelerate configuration, as `--config` of `plan` names it."""
+    if configuration["distributed_type"] == "FSDP":
+        gathers_often = configuration["fsdp_config"]["fsdp_reshard_after_forward"]
+        return "fsdp2" if gathers_often else "zero"
+    return "ddp" if configuration.get("num_processes", 1) > 1 else None
+
+
+def check_fits(words: Sequence[str], card: str) -> None:
+    """Plan the training that `accelerate launch` starts."""
+    file = words[words.index("--config_file") + 1]
+    configuration = yaml.safe_load((ROOT / file).read_text())
+    processes = configuration.get("num_processes", 1)
+    if "--num_processes" in words:
+        processes = int(words[words.index("--num_processes") + 1])
+    path, *overrides = words[words.index("train_accelerate.py") + 1 :]
+    machines = configuration.get("num_machines", 1)
+    recipe = with_precision(load_recipe(ROOT / path, overrides), environment_of(file, overrides))
+    # Only the memory of one device is checked, so one machine stands for all.
+    check_fit(recipe, f"{processes // machines}x{card}", topology_of(configuration))
+
+
+@pytest.mark.parametrize("path", COMMENTED, ids=lambda path: path.stem)
+def test_the_trainings_in_a_comment_fit_on_its_card(path: Path) -> None:
+    card = ON.get(path.stem, USUAL)
+    if path.parent.name == "matrices":
+        matrix = load_matrix(path)
+        settings = [cell.recipe for cell in matrix.cells]
+        for recipe in [] if matrix.on_cpu else settings:
+            topology = "ddp" if matrix.processes > 1 else None
+            check_fit(recipe, f"{matrix.processes}x{card}", topology)
+        return
+    for command in commands_of(path) if card else ():
+        words = shlex.split(command)
+        if words[0] == "accelerate" and "fp8_config.on_unsupported=emulate" not in words:
+            check_fits(words, card)
