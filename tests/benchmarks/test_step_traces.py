@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,38 +22,29 @@ ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT"
 CAST = "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __"
-ADAMW = "_adamw"
 
-# Name, start and end of kernels in microseconds, in the order of their launches. One GPU does the
-# work of two ranks.
+# Name, start and end of kernels in microseconds, in the order of their launches.
 Kernels = Sequence[tuple[str, float, float]]
-ONE: Kernels = (
-    (GEMM, 0, 90),
-    (GEMM, 90, 190),
-    (GEMM, 190, 300),
-    (GEMM, 300, 420),
-    (CAST, 420, 470),
-    (ADAMW, 470, 490),
-)
+GEMMS = [(GEMM, 0, 90), (GEMM, 90, 190), (GEMM, 190, 300), (GEMM, 300, 420)]
+# One GPU does the work of two ranks.
+ONE: Kernels = (*GEMMS, (CAST, 420, 470), ("_adamw", 470, 490))
 # Rank 0 waits for rank 1 in both collectives. The first all-reduce is the barrier.
-RANKS: tuple[Kernels, ...] = (
-    (
-        (CAST, 0, 5),
-        (ALL_REDUCE, 5, 10),
-        (GEMM, 20, 120),
-        (ALL_GATHER, 130, 200),
-        (GEMM, 160, 280),
-        (REDUCE_SCATTER, 280, 340),
-        (CAST, 300, 330),
-    ),
-    (
-        (ALL_REDUCE, 0, 10),
-        (GEMM, 20, 150),
-        (ALL_GATHER, 150, 200),
-        (GEMM, 200, 310),
-        (REDUCE_SCATTER, 310, 340),
-        (CAST, 340, 370),
-    ),
+RANK_0: Kernels = (
+    (CAST, 0, 5),
+    (ALL_REDUCE, 5, 10),
+    (GEMM, 20, 120),
+    (ALL_GATHER, 130, 200),
+    (GEMM, 160, 280),
+    (REDUCE_SCATTER, 280, 340),
+    (CAST, 300, 330),
+)
+RANK_1: Kernels = (
+    (ALL_REDUCE, 0, 10),
+    (GEMM, 20, 150),
+    (ALL_GATHER, 150, 200),
+    (GEMM, 200, 310),
+    (REDUCE_SCATTER, 310, 340),
+    (CAST, 340, 370),
 )
 # Calls of the host on rank 0: name, thread, start and end.
 CALLS = (
@@ -65,30 +55,41 @@ CALLS = (
 )
 
 
-def write_trace(folder: Path, rank: int, kernels: Kernels, calls: Sequence[Any] = ()) -> None:
-    """Write a trace of torch's profiler. Its records are not in the order of their times."""
-    records: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0}]
+def write_trace(
+    folder: Path,
+    rank: int,
+    kernels: Kernels,
+    calls: Sequence[tuple[str, int, float, float]] = (),
+    category: str = "cuda_runtime",
+) -> None:
+    """Write a trace of torch's profiler. Its kernels are not in the order of their times.
+
+    category: that of the calls.
+    """
+    records = [{"ph": "M", "name": "process_name", "pid": 0}]
+    records.append({"ph": "X", "cat": "Trace", "name": "PyTorch Profiler", "ts": 0, "dur": 999})
     for number, (name, start, end) in reversed(list(enumerate(kernels))):
-        arguments = {"stream": 7, "correlation": number}
-        record = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
-        records.append(record | {"pid": rank, "tid": 7, "args": arguments})
+        place = {"pid": rank, "tid": 7, "args": {"stream": 7, "correlation": number}}
+        times = {"ts": start, "dur": end - start}
+        records.append({"ph": "X", "cat": "kernel", "name": name} | times | place)
     for name, thread, start, end in calls:
-        record = {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": start, "dur": end - start}
-        records.append(record | {"pid": 9, "tid": thread, "args": {"correlation": 100}})
+        place = {"pid": 9, "tid": thread, "args": {"correlation": 100}}
+        times = {"ts": start, "dur": end - start}
+        records.append({"ph": "X", "cat": category, "name": name} | times | place)
     folder.mkdir(exist_ok=True)
     with gzip.open(folder / f"rank_{rank}.json.gz", "wt") as file:
         json.dump({"traceEvents": records}, file)
 
 
-def write_ranks(folder: Path) -> list[step_traces.RankStep]:
-    for rank, kernels in enumerate(RANKS):
-        write_trace(folder, rank, kernels, CALLS if rank == 0 else ())
-    return step_traces.read_step(folder)
-
-
-def read_one(folder: Path) -> step_traces.RankStep:
-    write_trace(folder, 0, ONE)
+def read_one(folder: Path, kernels: Kernels = ONE) -> step_traces.RankStep:
+    write_trace(folder, 0, kernels)
     return step_traces.read_step(folder)[0]
+
+
+def read_two(folder: Path) -> list[step_traces.RankStep]:
+    write_trace(folder, 0, RANK_0, CALLS)
+    write_trace(folder, 1, RANK_1)
+    return step_traces.read_step(folder)
 
 
 # ── The parts of a step ───────────────────────────────────────────────────────────────────────────
@@ -97,7 +98,7 @@ def read_one(folder: Path) -> step_traces.RankStep:
 def test_each_part_of_a_step_is_measured_and_adds_up_to_the_lost_time(tmp_path: Path) -> None:
     """The expected times are from a drawing of the two ranks."""
     one_gpu = read_one(tmp_path / "one")
-    two = step_traces.explain(write_ranks(tmp_path / "two"), one_gpu, 0.4)
+    two = step_traces.explain(read_two(tmp_path / "two"), one_gpu, 0.4)
     expected = {
         "gemm": [0.220, 0.240],
         "quantize": [0.030, 0.030],
@@ -135,12 +136,14 @@ def test_each_part_of_a_step_is_measured_and_adds_up_to_the_lost_time(tmp_path: 
 
 def test_other_numbers_of_gemms_are_not_compared(tmp_path: Path) -> None:
     """A reduction of a split GEMM does not count."""
-    ranks = write_ranks(tmp_path / "two")
-    write_trace(tmp_path / "one", 0, [*ONE, ("cublasLt::splitKreduce_kernel<32, 16>", 490, 495)])
-    one = step_traces.read_trace(tmp_path / "one/rank_0.json.gz")
+    ranks = read_two(tmp_path / "two")
+    one = read_one(tmp_path / "one", [*ONE, ("cublasLt::splitKreduce_kernel<32, 16>", 490, 495)])
     assert step_traces.slower_gemms(ranks, one) == pytest.approx([0.010, 0.0])
-    write_trace(tmp_path / "one", 0, ONE[1:])
-    one = step_traces.read_trace(tmp_path / "one/rank_0.json.gz")
+    # The second of two GEMMs of three ranks.
+    one = read_one(tmp_path / "one", [*GEMMS, (GEMM, 420, 510), (GEMM, 510, 610)])
+    expected = 0.120 - (0.100 + 0.120 + 0.100) / 3
+    assert step_traces.slower_gemms(ranks[:1] * 3, one) == pytest.approx([expected] * 3)
+    one = read_one(tmp_path / "one", ONE[1:])
     explanation = step_traces.explain(ranks, one, 0.4)
     assert explanation["gemms_slowed_ms"] is None
     alone = step_traces.explain([one], None, 0.5)
@@ -153,9 +156,9 @@ def test_other_numbers_of_gemms_are_not_compared(tmp_path: Path) -> None:
     ("ranks", "message"),
     [
         ({}, "measure again"),
-        ({1: RANKS[1]}, r"ranks \[1\]"),
-        ({0: RANKS[0][:2], 1: RANKS[1]}, "no kernels"),
-        ({0: RANKS[0][:4], 1: RANKS[1]}, "different collectives"),
+        ({1: RANK_1}, r"ranks \[1\]"),
+        ({0: RANK_0[:2], 1: RANK_1}, "no kernels"),
+        ({0: RANK_0[:4], 1: RANK_1}, "different collectives"),
     ],
 )
 def test_missing_and_different_traces_are_refused(
@@ -178,52 +181,39 @@ def test_operations_of_a_cpu_that_only_call_others_are_dropped(tmp_path: Path) -
         ("aten::mul", 1, 110, 120),
         ("gloo:all_reduce", 2, 75, 115),
     ]
-    records = [
-        {"ph": "X", "cat": "cpu_op", "name": name, "tid": thread, "ts": start, "dur": end - start}
-        for name, thread, start, end in operations
-    ]
-    records.append({"ph": "X", "cat": "Trace", "name": "PyTorch Profiler", "ts": 0, "dur": 999})
-    with gzip.open(tmp_path / "rank_0.json.gz", "wt") as file:
-        json.dump({"traceEvents": records}, file)
+    write_trace(tmp_path, 0, [], operations, "cpu_op")
     explanation = step_traces.explain(step_traces.read_step(tmp_path), None, 0.13)
     times = {part: ms for part, ms in explanation["parts_ms"].items() if ms}
-    assert times == pytest.approx(
-        {"gemm": 0.040, "copy": 0.010, "other": 0.010, "communication": 0.030, "idle": 0.040}
-    )
+    expected = {"gemm": 0.040, "copy": 0.010, "other": 0.010, "communication": 0.030, "idle": 0.040}
+    assert times == pytest.approx(expected)
     assert explanation["host_ms"] is None
 
 
-def test_kernels_of_a_published_profile_have_their_kind() -> None:
+def test_kernels_have_their_kind() -> None:
     text = (ROOT / "benchmarks/results/speed/h200_step_profiles.md").read_text()
-    names = set(re.findall(r"(?m)^ *[\d.]+ ms +\d+ +[\d.]+ us +(.+)$", text))
+    published = re.findall(r"(?m)^ *[\d.]+ ms +\d+ +[\d.]+ us +(.+)$", text)
+    others = (
+        ALL_GATHER,
+        "ncclSymDevKernel_AllGather_LLMC(ncclSymDevArgs)",
+        "void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous",
+        "void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float>",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "aten::addmm",
+        "aten::linear",
+    )
     patterns = {
-        "^nvjet": "gemm",
-        "flash_attn": "attention",
+        "^nvjet|addmm": "gemm",
+        "flash_attn|^_differentiate_keys": "attention",
         "cast_transpose|^_quantize": "quantize",
         "^_adamw": "update",
-        "^_softmax|^_swiglu_(forward|backward)|norm|^_?rotate": "other",
+        "^_softmax|^_swiglu_(forward|backward)|norm|^_?rotate|aten::linear": "other",
+        "^nccl": "communication",
+        "copy_out|chunk_cat|^Mem": "copy",
     }
     for pattern, kind in patterns.items():
-        kernels = [name for name in names if re.search(pattern, name)]
-        assert kernels and {step_traces.kind_of(name) for name in kernels} == {kind}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (ALL_GATHER, "communication"),
-        ("ncclSymDevKernel_AllGather_LLMC(ncclSymDevArgs)", "communication"),
-        ("void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous", "copy"),
-        ("void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float>", "copy"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("Memset (Device)", "copy"),
-        ("_differentiate_keys_and_values", "attention"),
-        ("aten::addmm", "gemm"),
-        ("aten::linear", "other"),
-    ],
-)
-def test_kind_of_a_kernel(name: str, kind: str) -> None:
-    assert step_traces.kind_of(name) == kind
+        names = [name for name in (*published, *others) if re.search(pattern, name)]
+        assert names and {step_traces.kind_of(name) for name in names} == {kind}
 
 
 # ── Intervals ─────────────────────────────────────────────────────────────────────────────────────
@@ -244,12 +234,8 @@ def test_a_time_counts_for_the_first_kind(
     first: list[tuple[int, int]], second: list[tuple[int, int]], third: list[tuple[int, int]]
 ) -> None:
     times = step_traces.exclusive({"first": first, "second": second, "third": third})
-    expected = [
-        cells(first),
-        cells(second) - cells(first),
-        cells(third) - cells(first) - cells(second),
-    ]
-    assert list(times.values()) == list(map(len, expected))
+    a, b, c = map(cells, (first, second, third))
+    assert list(times.values()) == [len(a), len(b - a), len(c - a - b)]
 
 
 @given(intervals, st.integers(0, 30), st.integers(1, 8))

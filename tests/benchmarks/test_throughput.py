@@ -13,13 +13,11 @@ import torch
 import yaml
 
 from benchmarks.machine import without_padding
-from benchmarks.speed import bench, generated_packs, limits, shapes
+from benchmarks.speed import bench, limits, shapes
 from benchmarks.speed.__main__ import tables
 from benchmarks.speed.bench import Bench, Settings
-from benchmarks.speed.libraries import hf_compiled, hf_eager, worker
 from benchmarks.speed.libraries.entries import CPU, MODELS, Entry
 from benchmarks.speed.libraries.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
-from benchmarks.speed.libraries.task import Task
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
@@ -98,20 +96,6 @@ def test_a_way_that_breaks_down_is_recorded_with_its_error(
     assert hasty.worker(limits_of, {})["status"] == "timeout"
 
 
-@pytest.mark.nightly
-def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path):
-    """The model is traced and differentiated as on a GPU, but not compiled to C++."""
-    generated_packs.write(tmp_path / "packs", 64, 512, 8)
-    packs = [f"data.packs={tmp_path / 'packs'}", "model.config.num_hidden_layers=1"]
-    losses = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        for way in (hf_eager, hf_compiled):
-            task = Task(load_recipe(recipe, packs), torch.device("cpu"), "fp32")
-            losses.append(worker.train(way.build(task), task, 2, 2)["losses"])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-
-
 def run_of(losses: list[float], norms: list[float], **more: int) -> dict[str, Any]:
     counts = {"parameters": 100, "updated_parameters": 100} | more
     return {"losses": losses, "gradient_norms": norms} | counts
@@ -134,6 +118,8 @@ SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
         ("delayed", "fp32", run_of(EAGER["losses"], [0.9, 4.0, 3.7, 4.4]), RIGHT),
         ("delayed", "fp32", run_of(EAGER["losses"], [0.4, 0.4, 0.4, 0.4]), WRONG),
         ("bf16", "bf16", SLOW, LOSES),
+        # Only their first gradient is compared.
+        ("bf16", "bf16", SLOW | {"gradient_norms": [4.5, 9.0, 9.0, 9.0]}, LOSES),
         ("bf16", "fp32", SLOW, WRONG),
         ("delayed", "fp32", EAGER | {"updated_parameters": 90}, WRONG),
         # The head is not tied.
