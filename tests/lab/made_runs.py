@@ -13,6 +13,7 @@ from lab.experiments.matrix_file import Cell
 from lab.experiments.matrix_run import mark
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.recipe import Recipe
 from tests.conftest import yaml_of
 
 RECIPE = {
@@ -41,31 +42,35 @@ def make_run(
     Its recipe is RECIPE with `settings` (key=value) as overrides. A branch has a `first_step` above
     1.
     """
-    path.mkdir(parents=True)
     steady = {"learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 100.0, "data_wait_ms": 1.0}
     steady |= {"tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
     steady |= {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
-    records = [
+    lines = [
         {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss} | steady
         for step, loss in enumerate(losses, start=first_step)
     ]
     # Runs of earlier versions have this event.
-    records.append({"step": len(losses), "event": "speed", "predicted": 1e4, "parts": {}})
+    lines.append({"step": len(losses), "event": "speed", "predicted": 1e4, "parts": {}})
     if held_out:
         packs = {"held_out_fingerprint": fingerprint, "held_out_packs": 4}
         figures = {"held_out_loss": 2.4, "held_out_perplexity": 11.02}
-        records.append({"step": len(losses), "event": "evaluation"} | figures | packs)
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    recipe = path.parent / "recipe.yaml"
-    recipe.write_text(yaml_of(RECIPE))
-    loaded = load_recipe(recipe, settings)
-    (path / "config.yaml").write_text(yaml_of(resolved(loaded)))
-    environment = {"horizon": loaded.train.steps, "data_fingerprint": fingerprint}
-    (path / "environment.json").write_text(json.dumps(environment))
+        lines.append({"step": len(losses), "event": "evaluation"} | figures | packs)
+    path.mkdir(parents=True)
+    file = path.parent / "recipe.yaml"
+    file.write_text(yaml_of(RECIPE))
+    recipe = load_recipe(file, settings)
+    write_run(path, lines, recipe, horizon=recipe.train.steps, data_fingerprint=fingerprint)
     (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
     if side_by_side:
         (path / "matrix.json").write_text(json.dumps({"side_by_side": True}))
     return path
+
+
+def write_run(path: Path, lines: list[dict[str, Any]], recipe: Recipe, **environment: Any) -> None:
+    """Write the metrics, the settings and the environment of a run."""
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "config.yaml").write_text(yaml_of(resolved(recipe)))
+    (path / "environment.json").write_text(json.dumps(environment))
 
 
 def trained(*arguments: Any, **keywords: Any) -> RunRecord:
@@ -107,10 +112,8 @@ def leave_behind(
         evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7}
         evaluated["held_out_packs"] = cell.recipe.evaluate.packs or 8
         lines.append({"step": steps, "event": "evaluation"} | evaluated)
-    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (cell.run_dir / "config.yaml").write_text(yaml_of(resolved(cell.recipe)))
-    environment = {"horizon": cell.recipe.train.steps or steps, "data_fingerprint": "ab12"}
-    (cell.run_dir / "environment.json").write_text(json.dumps(environment))
+    horizon = cell.recipe.train.steps or steps
+    write_run(cell.run_dir, lines, cell.recipe, horizon=horizon, data_fingerprint="ab12")
     if done:
         (cell.run_dir / "summary.json").write_text(json.dumps({"steps": steps}))
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lab.compare.differences import (
     BETTER,
@@ -23,7 +20,6 @@ from lab.compare.differences import (
     error_of,
     fewest_seeds,
 )
-from pretrain.metrics.run_record import end_begins
 from tests.conftest import ROOT
 
 MARGIN = 0.003
@@ -81,14 +77,6 @@ def test_verdicts_that_are_read_after_each_seed_err_as_stated() -> None:
     expected = {EQUIVALENT, WORSE + WITHIN_MARGIN}
     assert sum(closing[word] for word in closing.keys() - expected) <= error * trials
     assert expected <= closing.keys()
-
-
-@given(st.integers(1, 1000), st.integers(0, 999))
-def test_the_end_is_the_last_fifth_or_64_steps(steps: int, before: int):
-    # The run is a branch that starts after another run's step `before`.
-    numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]
-    end = numbers >= end_begins(int(numbers[-1]))
-    assert end.sum() == min(len(numbers), max(64, math.ceil(steps / 5))) and end[-1]
 
 
 SPREAD = (-0.0004, -0.0002, 0.0, 0.0002, 0.0004)

@@ -1,7 +1,6 @@
 """`python -m pretrain report`: the answer, the tables, the page and its pictures.
 
-report.txt has the output of a report, and the curves, audits and differences of its page. Overwrite
-it with `python -m pytest tests/lab/compare --write-golden`, and read what has changed.
+report.txt has the output of a report, and the curves, audits and differences of its page.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from pretrain.__main__ import main
 from pretrain.metrics.run_record import RunRecord, read_run
 from tests.lab.made_runs import append, make_run, note, trained
 
-EXPECTED = Path(__file__).with_name("report.txt")
 LONG = [3.0 - 0.001 * step for step in range(100)]
 LOSSES = {
     "one step": [3.0],
@@ -95,13 +93,10 @@ def text_of(report: Report) -> str:
     return "\n".join([*report.tables(), "", *lines, "", *audits, "", *differing, ""])
 
 
-def test_the_report_of_various_runs_is_as_before(tmp_path, request):
+def test_the_report_of_various_runs_is_as_before(tmp_path, stored):
     runs = [read_run(path) for path in write_runs(tmp_path)]
     runs[3].environment["git"] = {"commit": "ab" * 20}
-    text = text_of(Report.over(runs)).replace(str(tmp_path), "")
-    if request.config.getoption("write_golden"):
-        EXPECTED.write_text(text, encoding="utf-8")
-    assert text.splitlines() == EXPECTED.read_text(encoding="utf-8").splitlines()
+    stored("report.txt", text_of(Report.over(runs)))
 
 
 def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):

@@ -24,7 +24,6 @@ from lab.experiments.matrix_run import (
 from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_folder import RunFolder
-from tests.conftest import ROOT
 from tests.lab.made_runs import leave_behind, rows_of
 
 
@@ -36,31 +35,18 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
         assert json.loads((cell.run_dir / "matrix.json").read_text())["side_by_side"] == marked
 
 
-def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
-    loaded = matrix(
-        axes={"weights": ["fp32"]}, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=3
-    )
-    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["3", "5"])
-    devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
-    assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-    with pytest.raises(InputError, match="`gpus: 3`: only 2 GPUs can be used"):
-        run_all(loaded, loaded.cells, StopRequest())
-
-
 def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: [*"01234567"])
-    loaded = matrix(
-        axes={"weights": ["fp32", "bf16"]},
-        accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"),
-        gpus=8,
-        processes=3,
-    )
-    assert (loaded.slots, loaded.at_once) == (2, 2), "two GPUs remain unused"
-    devices = [devices_of(loaded, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
-    assert devices == ["0,1,2", "3,4,5"]
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: [*"13579"])
+    ddp = {"accelerate": str(CONFIGURATIONS / "ddp.yaml"), "axes": {"weights": ["fp32", "bf16"]}}
+    loaded = matrix(**ddp, gpus=5, processes=2)
+    assert (loaded.slots, loaded.at_once) == (2, 2), "one GPU remains unused"
+    devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
+    assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "1,3"}, {"CUDA_VISIBLE_DEVICES": "5,7"}]
     command = launch_of(loaded, loaded.cells[0]).command
     option = command.index("--num_processes")
-    assert command[option + 1] == "3" and option < command.index("weights=fp32")
+    assert command[option + 1] == "2" and option < command.index("weights=fp32")
+    with pytest.raises(InputError, match="`gpus: 6`: only 5 GPUs can be used"):
+        run_all(matrix(**ddp, gpus=6), loaded.cells, StopRequest())
 
 
 @pytest.mark.parametrize(
@@ -81,9 +67,8 @@ def test_each_seed_begins_with_another_gpu(
     loaded = matrix(axes=axes, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=2)
     running: list[StartedCell] = []
     for cell in loaded.cells:
-        running = [start(loaded, cell, running, side_by_side=False)] if busy else []
-        if not busy:
-            start(loaded, cell, [], side_by_side=False)
+        started = start(loaded, cell, running, side_by_side=False)
+        running = [started] if busy else []
     assert gpus == expected
 
 
@@ -145,13 +130,8 @@ def test_a_second_command_of_a_matrix_is_pointed_to_at_once(matrix, tmp_path, ca
 
 
 def test_finished_cells_are_ranked_by_held_out_loss(matrix):
-    loaded = matrix(
-        axes={
-            "optimizer.learning_rate": [0.01, 0.02, 0.03],
-            "weights": ["fp32", "bf16"],
-            "seed": [1],
-        }
-    )
+    rates = [0.01, 0.02, 0.03]
+    loaded = matrix(axes={"optimizer.learning_rate": rates, "weights": ["fp32", "bf16"]})
     assert "There is no report" in write_report(loaded)
     for cell, held_out in zip(loaded.cells[:4], (2.5, 2.25, 2.254, None), strict=True):
         leave_behind(cell, held_out=held_out)

@@ -10,7 +10,8 @@ import pytest
 
 from foundation.errors import InputError
 from lab.experiments import matrix_file
-from lab.experiments.matrix_file import Matrix, load_matrix
+from lab.experiments.matrix_file import load_matrix
+from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.settings.config import identity_of, load_recipe, resolved
 from tests.conftest import ROOT
 from tests.lab.made_runs import leave_behind
@@ -18,10 +19,6 @@ from tests.lab.made_runs import leave_behind
 MATRICES = sorted(
     [*ROOT.glob("recipes/matrices/*.yaml"), *ROOT.glob("benchmarks/evidence/matrices/*.yaml")]
 )
-
-
-def names(matrix: Matrix) -> list[str]:
-    return [cell.name for cell in matrix.cells]
 
 
 # ── Cells ─────────────────────────────────────────────────────────────────────────────────────────
@@ -34,7 +31,7 @@ def test_cells_are_in_the_order_of_the_file(matrix):
         "as_the_recipe": {},
     }
     loaded = matrix(cells=cells, baseline="again-seed=1")
-    assert names(loaded) == ["head", "again-seed=1", "as_the_recipe"]
+    assert [cell.name for cell in loaded.cells] == ["head", "again-seed=1", "as_the_recipe"]
     head, again, same = loaded.cells
     assert loaded.baseline is again and matrix(cells=cells).baseline.name == "head"
     assert head.values == {"precision": "delayed", "fp8_config.scope": "linear+head"}
@@ -81,7 +78,7 @@ def test_cells_have_the_default_weights_of_their_device(
     file: str, weights: str, matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrix_file, "count_gpus", lambda: 1)
-    accelerate = str(ROOT / f"accelerate_configs/{file}.yaml")
+    accelerate = str(CONFIGURATIONS / f"{file}.yaml")
     cells = {"auto": {"precision": "bf16"}, "plain": {"precision": "bf16", "weights": "bf16"}}
     auto, plain = matrix(cells=cells, accelerate=accelerate).cells
     assert (auto.recipe.weights, plain.recipe.weights) == (weights, "bf16")
@@ -100,24 +97,12 @@ def test_cells_have_the_default_weights_of_their_device(
         ({"baseline": "fp16"}, r"m\.yaml: `baseline: fp16` is none of the cells bf16-fp32, "),
         ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights`: .*'fp33'"),
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
-        (
-            {"axes": {"batch.tokens": [100]}},
-            r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple",
-        ),
+        ({"axes": {"batch.tokens": [100]}}, r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100`"),
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
-        (
-            {"run_dir": "runs/all"},
-            r"cell bf16-bf16: this cell has the same run folder as cell bf16-fp32",
-        ),
-        (
-            {"run_dir": "runs/{name}"},
-            r"`run_dir`: 'runs/\{name\}' contains \{name\}, but 'name' is not a known name",
-        ),
+        ({"run_dir": "runs/all"}, r"cell bf16-bf16: .* the same run folder as cell bf16-fp32"),
+        ({"run_dir": "runs/{name}"}, r"`run_dir`: .* contains \{name\}, but 'name' is not a known"),
         ({"cells": {"a": {"run_dir": "x"}}}, r"cell a: `run_dir`"),
-        (
-            {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
-            r"`gpus: 1` is less than the 2 processes",
-        ),
+        ({"accelerate": str(CONFIGURATIONS / "ddp.yaml"), "gpus": 1}, "less than the 2 processes"),
         ({"gpus": 2}, r"m\.yaml: `gpus: 2` has no effect on a CPU"),
     ],
 )
@@ -150,36 +135,27 @@ def test_a_cell_is_finished_if_its_folder_holds_the_finished_training(matrix):
     assert not cell.is_finished() and cell.record().summary["steps"] == 5
     leave_behind(cell)
     assert cell.is_finished()
-    assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), (
-        "these settings do not change the training"
-    )
-    assert not matrix("data.tokenizer=mine").cells[2].is_finished(), (
-        "the tokenizer's EOS token ends the documents of a token .bin"
-    )
 
 
-SOURCE = (
-    "data.source=c.jsonl",
-    "data.tokenizer=tok",
-    "data.packs=not/there",
-    "data.held_out=0.1",
-    "data.text='{a}/{b}'",
-)
+SOURCE = "data.source=c.jsonl data.tokenizer=tok data.packs=not/there data.held_out=0.1"
+SOURCE = (*SOURCE.split(), "data.text='{a}/{b}'")
+# Changes of a finished cell. True if the training stays the same.
+CHANGES = {
+    "train.steps=13": False,
+    "optimizer.learning_rate=0.5": False,
+    "data.source=c.parquet": False,
+    "data.tokenizer=other": False,  # its EOS token ends the documents of a token .bin
+    "data.text='{a}//{b}'": False,
+    "data.packing=best_fit": False,
+    "data.packs=moved": True,
+    "evaluate.packs=3": False,
+    "evaluate.every=3": True,
+    "log.every=100": True,
+    "checkpoint.keep=7": True,
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        ("train.steps=13", False),
-        ("optimizer.learning_rate=0.5", False),
-        ("data.source=c.parquet", False),
-        ("data.text='{a}//{b}'", False),
-        ("data.packing=best_fit", False),
-        ("data.packs=moved", True),
-        ("evaluate.packs=3", False),
-        ("evaluate.every=3", True),
-    ],
-)
+@pytest.mark.parametrize(("change", "same"), CHANGES.items())
 def test_a_folder_with_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
     leave_behind(matrix(*SOURCE).cells[0], steps=12)
     cell = matrix(*SOURCE, change).cells[0]

@@ -19,7 +19,7 @@ import pytest
 
 from foundation.errors import InputError
 from lab.compare.comparison import group_names
-from lab.compare.differences import EQUIVALENT, LossDifference
+from lab.compare.differences import EQUIVALENT
 from lab.experiments import matrix_run, which
 from lab.experiments.protocol import Protocol, Rounds
 from lab.experiments.verdicts import NO_GAIN, Verdict, verdict_of, verdicts_after
@@ -31,7 +31,7 @@ from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.forked_commands import forking
-from tests.lab.experiments.question import Question
+from tests.lab.conftest import Question
 from tests.lab.made_runs import leave_behind, rows_of
 
 
@@ -194,38 +194,24 @@ def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds)
     assert which.affordable_rounds(rounds, names, 0) == 0
 
 
-def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
-    shared_rounds: TrainedRounds, output: str
+def test_the_answer_about_five_rounds_is_as_before(
+    shared_rounds: TrainedRounds, output: str, stored: Callable[[str, str], None]
 ) -> None:
+    """which.txt has the output, and the verdicts in verdict.json."""
     runs = [run for by_name in shared_rounds.rounds.runs for run in by_name.values()]
     assert set(Counter(group_names(runs)).values()) == {5}
     message = r"takes about (\S+) s, but only 0 s of --hours are left.*with --hours (\S+) or more"
     ((seconds, hours),) = re.findall(message, output)
     assert float(seconds) < float(hours) * 3600 < 2 * float(seconds)
+    text = output.replace(f"{seconds} s", "SECONDS s").replace(f"--hours {hours}", "--hours HOURS")
+    verdicts = json.dumps(shared_rounds.candidates(), indent=1)
+    verdicts = re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.4f}", verdicts)
+    stored("which.txt", f"{text}\n{verdicts}\n".replace(str(shared_rounds.path), ""))
+    assert all(len(line) <= 100 for line in output.splitlines() if line[:1] == "|")
     candidates = shared_rounds.candidates()
-    words_and_advice = {
-        name: (candidate["word"], candidate["advice"].split()[0])
-        for name, candidate in candidates.items()
-    }
-    assert words_and_advice == {
-        "delayed": ("equivalent", "use"),
-        "current": ("equivalent", "not"),
-        "delayed+head": ("worse, within the margin", "smaller"),
-        "nvfp4": ("worse by more than the margin", "faster"),
-        "mxfp8": ("cannot tell", "more"),
-    }
     assert candidates["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2))
     gain = 1.3 / np.exp(0.0005 / 0.2)
     assert candidates["delayed"]["gain_at_equal_loss"] == pytest.approx(gain, rel=1e-3)
-    for name, (speed, costs) in CANDIDATES.items():
-        if name == "mxfp8":  # still open
-            continue
-        low, high = candidates[name]["gain_interval"]
-        assert low < speed / np.exp(np.mean(costs) / 0.2) < high
-        assert (low > 1) == (name != "current"), "0.1 % faster at equal loss is not shown"
-    assert max(map(abs, candidates["delayed"]["trained"]["by_seed"].values())) < 1e-9, (
-        "the last losses are of the same steps"
-    )
 
 
 @pytest.mark.parametrize(
@@ -244,31 +230,6 @@ def test_gains_are_upper_estimates_if_the_rate_decays_early(
     recipe = load_recipe(question.file, [f"schedule.{key}={schedule[key]}" for key in schedule])
     text = conditions(replace(question.trainings(), recipe=recipe), PROTOCOL)
     assert ("All gains are upper estimates" in text) == is_reserved
-
-
-def test_the_answer_has_tables_a_recommendation_and_its_conditions(
-    shared_rounds: TrainedRounds, output: str
-) -> None:
-    assert "faster than bf16 at equal loss, with 1.28 × the tokens" in output
-    low = shared_rounds.candidates()["delayed"]["gain_interval"][0]
-    assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
-    assert f"train_accelerate.py {shared_rounds.file} precision=delayed" in output
-    assert output.count("This result is valid for this model") == 1
-    assert all(len(line) <= 100 for line in output.splitlines() if line[:1] == "|")
-    rows = rows_of(output)
-    assert rows["bf16"][0][:2] == ["5", "2.0000"] and rows["bf16"][0][3] == "3,000"
-    assert "+2.500 ±" in rows["nvfp4"][0][1]
-
-    # Two one-sided tests, each with 1 % for one of 5 candidates.
-    interval = r": .*\(98 % interval: (.*) to (.*) %, within ± 0.3 %\)"
-    for name, candidate in shared_rounds.candidates().items():
-        shown = re.search(rf"(?m)^{re.escape(name)}{interval}", output)
-        assert bool(shown) == (name in ("delayed", "current", "delayed+head"))
-        if shown:
-            ends = [float(text.replace("−", "-")) for text in shown.groups()]
-            differences = LossDifference(candidate["served"]["by_seed"], 2.0)
-            expected = [100 * end / 2 for end in differences.interval(0.02)]
-            assert ends == pytest.approx(expected, abs=0.0006) and -0.3 < ends[0] < ends[1] < 0.3
 
 
 def test_a_halted_candidate_is_done_and_later_rounds_count(

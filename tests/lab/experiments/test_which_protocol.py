@@ -20,7 +20,7 @@ from packing.stream import order_of
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.forked_commands import forking
-from tests.lab.experiments.question import Question
+from tests.lab.conftest import Question
 from tests.lab.made_runs import leave_behind
 
 

@@ -25,7 +25,7 @@ from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import TrainSettings
 from tests.forked_commands import forking
-from tests.lab.experiments.question import Question
+from tests.lab.conftest import Question
 from tests.lab.made_runs import leave_behind
 
 CANDIDATES: dict[str, Any] = {
