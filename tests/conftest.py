@@ -150,25 +150,23 @@ def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
     return folder
 
 
-@pytest.fixture
-def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dict[str, Any]:
-    """Recipe in FP8 whose linears fit every precision. Unsupported precisions are emulated."""
-    config = small_recipe["model"]["config"] | {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "head_dim": 32,
-    }
-    return small_recipe | {
-        "model": {
-            "config": config | {"num_key_value_heads": 4, "max_position_embeddings": BLOCK_LENGTH}
-        },
-        "data": {"packs": str(block_packs), "length": BLOCK_LENGTH},
+def in_low_precision(recipe: dict[str, Any], packs: Path) -> dict[str, Any]:
+    """Return a recipe whose linears and `packs` of 128 tokens fit every precision, emulated."""
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 4, "max_position_embeddings": BLOCK_LENGTH}
+    return recipe | {
+        "model": {"config": recipe["model"]["config"] | sizes},
+        "data": {"packs": str(packs), "length": BLOCK_LENGTH},
         "batch": {"tokens": 8 * BLOCK_LENGTH, "microbatch": 2},
         "precision": "current",
         "fp8_config": {"on_unsupported": "emulate"},
         "log": {"fp8_statistics": 5},
     }
+
+
+@pytest.fixture
+def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dict[str, Any]:
+    return in_low_precision(small_recipe, block_packs)
 
 
 @pytest.fixture
