@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from pretrain.__main__ import main
+from pretrain.metrics.run_record import read_metrics
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.run import evaluate, evaluate_command
-from tests.conftest import Finished, contents
+from tests.conftest import BLOCK_LENGTH, Finished, contents
 from tests.golden.runs import steps_saved
 
 
@@ -41,8 +42,25 @@ def losses_printed(finished: Finished) -> dict[str, float]:
     }
 
 
+@pytest.fixture
+def evaluate_folder(train_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
+    """Function that evaluates the model in a folder, without a run."""
+
+    def evaluated(folder: Path, *options: str, recipe: dict[str, Any]) -> Finished:
+        source = (f"model.source={folder}", "model.config=null", f"run_dir={tmp_path / 'none'}")
+        finished = train_here("evaluate", *source, *options, recipe=recipe)
+        assert finished.status == 0, finished.output
+        return finished
+
+    return evaluated
+
+
 def test_the_best_checkpoint_is_kept_and_exported(
-    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any
+    train_here: Callable,
+    evaluate_folder: Callable,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     """The learning rate is far too high, so the held-out loss is lowest after step 6 of 8."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
@@ -69,14 +87,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert steps_saved(run.run_dir) == [6, 7, 8]
     assert main(["export", str(run.run_dir), "--out", str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
-    source = (
-        "evaluate",
-        f"model.source={tmp_path / 'out'}",
-        "model.config=null",
-        f"run_dir={tmp_path / 'none'}",
-    )
-    evaluated = train_here(*source, recipe=recipe)
-    assert evaluated.status == 0
+    evaluated = evaluate_folder(tmp_path / "out", recipe=recipe)
     assert losses_printed(evaluated)["fp32"] == pytest.approx(losses[6], abs=1e-4)
     assert not (tmp_path / "none").exists()
 
@@ -99,9 +110,12 @@ def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
     assert "step 5: " in run.err and "are in evaluation mode" in run.err
 
 
-def test_an_fp32_run_can_be_evaluated_in_bf16(
-    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
+    train_here: Callable, small_recipe: dict[str, Any], block_packs: Path, tmp_path: Path
 ) -> None:
+    small_recipe["data"] = {"packs": str(block_packs), "length": BLOCK_LENGTH}
+    small_recipe["model"]["config"]["max_position_embeddings"] = BLOCK_LENGTH
+    small_recipe["batch"]["tokens"] = 2 * BLOCK_LENGTH
     # As by default, the name of the folder has the precision of the training.
     run_dir = f"run_dir={tmp_path}/{{precision}}"
     run = train_here("train.steps=6", "parity=off", run_dir)
@@ -114,7 +128,8 @@ def test_an_fp32_run_can_be_evaluated_in_bf16(
     assert both.refusal.endswith("in `evaluate --precisions`, name one of them in each command")
     evaluated = train_here("evaluate", run_dir, "--precisions", "all")
     assert [*losses_printed(evaluated)] == ["delayed", "current", "mxfp8", "nvfp4", "mxfp4", "bf16"]
-    assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
+    skipped = re.findall("skipped: .*", evaluated.output)
+    assert len(skipped) == 1 and "32 is not a multiple of 128" in skipped[0]
 
 
 def test_a_run_is_evaluated_in_the_precision_of_the_accelerate_file(
@@ -125,21 +140,6 @@ def test_a_run_is_evaluated_in_the_precision_of_the_accelerate_file(
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         evaluated = train_here("train.steps=2", *command)
     assert [*losses_printed(evaluated)] == ["bf16"], evaluated.output
-
-
-def test_all_precisions_are_those_that_suit_the_model(
-    train_here: Callable, low_precision_recipe: dict[str, Any]
-) -> None:
-    low_precision_recipe["model"]["config"] |= {"hidden_size": 64, "head_dim": 16}
-    low_precision_recipe["model"]["config"] |= {"intermediate_size": 64}
-    evaluated = train_here("evaluate", "--precisions", "all", recipe=low_precision_recipe)
-    # The other precisions suit the model, but the run was not trained.
-    assert "has no checkpoint" in evaluated.err
-    reason = "64 is not a multiple of 128"
-    (skipped,) = re.findall("skipped: .*", evaluated.output)
-    assert "`precision: block`" in skipped and reason in skipped
-    named = train_here("evaluate", "--precisions", "block", recipe=low_precision_recipe)
-    assert reason in named.refusal
 
 
 def test_evaluate_prints_the_loss_in_every_precision_and_writes_nothing(
@@ -239,16 +239,15 @@ def test_an_evaluation_that_is_killed_before_its_samples_is_repeated(
     assert sorted(events) == ["evaluation", "samples"]
 
 
-@pytest.mark.parametrize("length", ["train.steps=3", "train.epochs=0.2"])
 def test_evaluate_accepts_the_length_that_train_has_shortened_to(
-    length: str, train_here: Callable, small_recipe: dict[str, Any]
+    train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
     """A step has 8 of 120 packs."""
     recipe = small_recipe | {"schedule": {"kind": "cosine", "warmup": 60}, "train": {"steps": 700}}
-    trained = train_here(length, recipe=recipe)
+    trained = train_here("train.epochs=0.2", recipe=recipe)
     assert "the schedule is shortened to cosine: warmup 2 + cosine 1 = 3 steps" in trained.out
     assert steps_saved(trained.run_dir) == [3]
-    evaluated = train_here("evaluate", length, recipe=recipe)
+    evaluated = train_here("evaluate", "train.epochs=0.2", recipe=recipe)
     assert losses_printed(evaluated)["fp32"] == pytest.approx(evaluations(trained)[3], abs=1e-6)
 
 
@@ -271,52 +270,36 @@ def served_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def served(run: Finished) -> list[dict[str, Any]]:
-    return [record for record in run.records() if record.get("event") == "served"]
-
-
 @pytest.mark.parametrize(
     ("weights", "precision"), [("fp32", "nvfp4"), ("bf16_exact", "delayed"), ("bf16", "bf16")]
 )
 def test_the_served_loss_is_that_of_the_mean_weights(
     train_here: Callable,
+    evaluate_folder: Callable,
     served_recipe: dict[str, Any],
     tmp_path: Path,
     weights: str,
     precision: str,
 ) -> None:
+    """As by default, the name of the run folder has the precision of the training."""
+    served_recipe |= {"weights": weights, "run_dir": f"{tmp_path}/{{precision}}"}
     served_recipe["evaluate"]["served"] = precision
-    run = train_here(recipe=served_recipe | {"weights": weights})
+    run = train_here(recipe=served_recipe)
     assert run.status == 0, run.output
-    (record,) = served(run)
+    run_dir = tmp_path / "bf16"
+    record = read_metrics(run_dir)[-1]
     assert record["merged"] == ["step-00000008", "step-00000006"]
     assert f"held-out loss served in {precision}: {record['served_loss']:.4f}" in run.output
-    summary = json.loads((run.run_dir / "summary.json").read_text())
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["served_loss"] == record["served_loss"] != summary["held_out_loss"]
     # The reference is an export that the command `evaluate` quantizes.
     out = tmp_path / "out"
-    export = ["export", str(run.run_dir), "--merge", "2", "--dtype", "fp32", "--out", str(out)]
+    export = ["export", str(run_dir), "--merge", "2", "--dtype", "fp32", "--out", str(out)]
     assert main(export) == 0
-    source = (f"model.source={out}", "model.config=null", f"run_dir={tmp_path / 'none'}")
-    evaluated = train_here(
-        "evaluate", *source, "--precisions", precision, recipe=served_recipe | {"weights": weights}
-    )
-    assert evaluated.status == 0, evaluated.output
+    evaluated = evaluate_folder(out, "--precisions", precision, recipe=served_recipe)
     loss = losses_printed(evaluated)[precision]
     # Delayed scaling of an evaluation has the histories of gradients and inputs in other packs.
     assert record["served_loss"] == pytest.approx(loss, abs=1e-6)
-
-
-def test_the_served_model_is_that_of_a_folder_named_by_precision(
-    train_here: Callable, served_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    """The default folder of a run has the precision of the training in its name."""
-    served_recipe["evaluate"] |= {"merge": 1}
-    run = train_here("train.steps=3", f"run_dir={tmp_path}/{{precision}}", recipe=served_recipe)
-    assert run.status == 0, run.output
-    lines = (tmp_path / "bf16/metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["served_precision"] == "nvfp4"
-    assert not (tmp_path / "nvfp4").exists()
 
 
 def test_a_run_without_its_served_loss_is_not_finished(
@@ -337,25 +320,3 @@ def test_a_run_without_its_served_loss_is_not_finished(
     assert train_here(recipe=served_recipe).records() == records, (
         "a finished run is not evaluated again"
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("evaluate.served=null", "`evaluate.merge: 2` has no effect without `evaluate.served`"),
-        ("evaluate.served=nvfp5", "`evaluate.served`"),
-        (
-            "checkpoint.keep=1",
-            "averages more checkpoints than this run saves and keeps, which are 1",
-        ),
-        ("evaluate.merge=4", "which are 3"),
-        ("checkpoint.every=null", "which are 1"),
-        ("fp8_config.keep_bf16_layers.last=1", "none would compute in nvfp4"),
-    ],
-)
-def test_a_model_that_cannot_be_evaluated_as_served_is_refused(
-    train_here: Callable, served_recipe: dict[str, Any], override: str, message: str
-) -> None:
-    run = train_here(override, recipe=served_recipe)
-    assert message in run.refusal
-    assert not run.run_dir.exists() or steps_saved(run.run_dir) == []
