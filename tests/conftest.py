@@ -13,7 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,6 +277,11 @@ class Finished:
     def output(self) -> str:
         return self.out + self.err
 
+    def done(self) -> Finished:
+        """Assert that the run has ended with status 0, and return it."""
+        assert self.status == 0, self.output
+        return self
+
     @property
     def refusal(self) -> str:
         """Error message of a refused run. Asserts status 2 and exactly one message, on stderr."""
@@ -373,31 +378,13 @@ def start_in_processes() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def start_as_ranks() -> Callable[..., Finished]:
-    """Function that trains in forked ranks, by default two. See tests/ranks.py.
-
-    `launch` are options of `accelerate launch`, as in `start_in_processes`.
-    """
-
-    def run(
-        recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any
-    ) -> Finished:
-        from tests.ranks import start_ranks
-
-        ended = start_ranks(
-            [str(write_recipe(recipe, folder)), *arguments], launch, folder, **options
-        )
-        return Finished(*ended, run_dir_of(recipe, arguments))
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def start_here() -> Callable[..., Finished]:
-    """Function that trains in this process, on its CPU. It takes the arguments of the others.
+    """Function that writes `recipe` into `folder` and trains it in this process, on its CPU.
 
     A small run in a separate process spends nine tenths of its time importing torch. With
-    "evaluate" among the arguments, the function runs `python -m pretrain evaluate`.
+    "evaluate" among the arguments, the function runs `python -m pretrain evaluate`. With the name
+    of an Accelerate configuration as `topology`, it trains in forked ranks, see tests/ranks.py.
+    `launch` are further options of `accelerate launch`.
     """
     import torch  # Imported late, because tests of packing do not need it.
     from accelerate.state import AcceleratorState
@@ -405,12 +392,25 @@ def start_here() -> Callable[..., Finished]:
     import train_accelerate
     from pretrain import __main__ as pretrain
 
-    def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
+    def run(
+        recipe: dict[str, Any],
+        folder: Path,
+        *settings: str,
+        topology: str | None = None,
+        launch: Sequence[str] = ("--mixed_precision", "no"),
+        **options: Any,
+    ) -> Finished:
+        arguments = [str(write_recipe(recipe, folder)), *settings]
+        run_dir = run_dir_of(recipe, settings)
+        if topology:
+            from tests.ranks import start_ranks
+
+            launch = ["--config_file", f"accelerate_configs/{topology}.yaml", *launch]
+            return Finished(*start_ranks(arguments, launch, folder, **options), run_dir)
         out = io.StringIO()
         err = io.StringIO()
         threads = torch.get_num_threads()
         thresholds = gc.get_threshold()
-        arguments = [str(write_recipe(recipe, folder)), *settings]
         # The launcher adds no handler if logging is set up, as it is under pytest.
         warnings = logging.StreamHandler(err)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -436,7 +436,7 @@ def start_here() -> Callable[..., Finished]:
             # A run collects its garbage at the end. Exclude the remaining objects from later
             # collections.
             gc.freeze()
-        return Finished(status, out.getvalue(), err.getvalue(), run_dir_of(recipe, settings))
+        return Finished(status, out.getvalue(), err.getvalue(), run_dir)
 
     return run
 
@@ -451,12 +451,32 @@ def train(
     )
 
 
+@dataclass
+class Trainer:
+    """Function that trains in this process, on `recipe` or another recipe. See `start_here`.
+
+    `recipe` is `small_recipe`, unless a test file has changed it.
+    """
+
+    start: Callable[..., Finished]
+    recipe: dict[str, Any]
+    folder: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.recipe["run_dir"])
+
+    def __call__(
+        self, *arguments: str, recipe: dict[str, Any] | None = None, **options: Any
+    ) -> Finished:
+        return self.start(recipe or self.recipe, self.folder, *arguments, **options)
+
+
 @pytest.fixture
 def train_here(
     start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
-) -> Callable[..., Finished]:
-    """Function that trains in this process, on `small_recipe` or another recipe."""
-    return lambda *arguments, recipe=None: start_here(recipe or small_recipe, tmp_path, *arguments)
+) -> Trainer:
+    return Trainer(start_here, small_recipe, tmp_path)
 
 
 @pytest.fixture(scope="session")

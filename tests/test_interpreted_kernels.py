@@ -24,9 +24,7 @@ INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
         ),
     ],
 )
-def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references(
-    options: list[str],
-) -> None:
+def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references(options: list[str]) -> None:
     reason = (
         "earlier interpreters round an fma twice and convert in another function, and 3.6 has no "
         "range up to a tensor under NumPy 2.4"

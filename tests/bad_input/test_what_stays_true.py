@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from pretrain.__main__ import main
-from tests.conftest import contents, write_recipe
+from tests.conftest import Trainer, contents, write_recipe
 from tests.golden.runs import steps_logged, steps_saved
 from tests.lab.made_runs import make_run
 from tests.moments import LauncherProcess, Moment
 
 
 def test_code_beside_a_model_is_not_run(
-    train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_here: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -35,10 +35,8 @@ def test_code_beside_a_model_is_not_run(
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(
-    small_recipe: dict[str, Any], train_here: Callable
-) -> None:
-    folder = Path(small_recipe["run_dir"])
+def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(train_here: Trainer) -> None:
+    folder = Path(train_here.recipe["run_dir"])
     (folder / "final").mkdir(parents=True)
     (folder / "final" / "thesis.tex").write_text("years of work")
     (folder / "metrics.jsonl").write_text('{"mine": 1}\n')
@@ -66,7 +64,7 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(
 
 
 def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
-    train_here: Callable, words: Path, tmp_path: Path
+    train_here: Trainer, words: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "packs").mkdir()
     (tmp_path / "packs" / "thesis.tex").write_text("years of work")
@@ -112,7 +110,7 @@ def test_a_run_resumes_from_the_last_checkpoint_after_a_full_disk(
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(
-    small_disk: Path, train_here: Callable
+    small_disk: Path, train_here: Trainer
 ) -> None:
     message = train_here(
         f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1"

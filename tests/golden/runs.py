@@ -188,23 +188,6 @@ def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def train(run: GoldenRun, folder: Path, run_dir: Path, alone: Callable, as_ranks: Callable) -> Any:
-    """Train with one of two starters of tests/conftest.py and return its result.
-
-    `alone` is `start_here` and `as_ranks` is `start_as_ranks`.
-    """
-    recipe = recipe_of(run, folder, run_dir)
-    if run.launch:
-        launch = ["--config_file", f"accelerate_configs/{run.launch}.yaml"]
-        return as_ranks(
-            recipe, run_dir.parent, *run.settings, launch=launch, processes=run.processes
-        )
-    if run.poisoned:
-        with poisoned_once(run_dir, steps_before=3):
-            return alone(recipe, run_dir.parent, *run.settings)
-    return alone(recipe, run_dir.parent, *run.settings)
-
-
 def steps_logged(run_dir: Path) -> int:
     """Return the number of steps in metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
@@ -271,11 +254,6 @@ def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
     return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()
 
 
-def saved(run_dir: Path, step: int) -> str:
-    """Return the digest of the checkpoint after `step`."""
-    return digest(tensors_of(run_dir / "checkpoints" / f"step-{step:08d}"), named=True)
-
-
 def tensor_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
 
@@ -285,15 +263,16 @@ OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
 
 
 def outcome(run_dir: Path, step: int) -> list[Any]:
-    """Return the figures of a run, and hashes of its weights after `step` and in `final/`.
+    """Return the figures of a run that do not depend on the machine, and its files of weights.
 
-    Figures that depend on the machine are omitted.
+    The weights are those after `step` and those in `final/`.
     """
     figures = [
         {key: value for key, value in json.loads(line).items() if not key.endswith(OF_THE_MACHINE)}
         for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-    return [figures, saved(run_dir, step), digest(tensors_of(run_dir / "final"), named=True)]
+    folders = (run_dir / "checkpoints" / f"step-{step:08d}", run_dir / "final")
+    return [figures, *map(tensor_files, folders)]
 
 
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from tests.golden.runs import (
     OF_EVERY_COMMIT,
     RUNS,
     machine,
+    poisoned_once,
     recipe_of,
     results_of,
-    train,
     write_sources,
 )
 
@@ -81,12 +82,17 @@ OTHERS = RUNS.keys() - OF_EVERY_COMMIT - {"ddp"}  # The test below launches `ddp
     ],
 )
 def test_a_run_computes_what_it_did(
-    name: str, folder: Path, start_here: Callable, start_as_ranks: Callable, compare: Callable
+    name: str, folder: Path, start_here: Callable, compare: Callable
 ) -> None:
-    (folder / name).mkdir()
-    outcome = train(RUNS[name], folder, folder / name / "run", start_here, start_as_ranks)
-    assert outcome.status == 0, outcome.output
-    compare(name, results_of(RUNS[name], folder / name / "run"))
+    run = RUNS[name]
+    run_dir = folder / name / "run"
+    run_dir.parent.mkdir()
+    arguments = (recipe_of(run, folder, run_dir), run_dir.parent, *run.settings)
+    with ExitStack() as stack:
+        if run.poisoned:
+            stack.enter_context(poisoned_once(run_dir, steps_before=3))
+        start_here(*arguments, topology=run.launch, processes=run.processes).done()
+    compare(name, results_of(run, run_dir))
 
 
 @pytest.mark.nightly

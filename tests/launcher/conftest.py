@@ -16,16 +16,13 @@ from tests.conftest import Finished
 LOW = ("precision=delayed", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
 
 
-def with_experts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a small mixture of experts in two layers."""
-    return {key: value for key, value in config.items() if key != "head_dim"} | {
-        "model_type": "olmoe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.01,
-    }
+# A mixture of experts in two layers.
+EXPERTS = (
+    "model.config={model_type: olmoe, vocab_size: 61, hidden_size: 32, intermediate_size: 64, "
+    "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, num_experts: 4, "
+    "num_experts_per_tok: 2, output_router_logits: true, router_aux_loss_coef: 0.01, "
+    "max_position_embeddings: 64, tie_word_embeddings: true}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -56,28 +53,13 @@ def changes() -> dict[str, Any]:
 
 @pytest.fixture
 def started(
-    start_here: Callable,
-    start_as_ranks: Callable,
-    small_recipe: dict[str, Any],
-    changes: dict[str, Any],
-    tmp_path: Path,
+    start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> Callable[..., Finished]:
-    """Function that runs the small recipe with `changes` in a folder and checks the status.
+    """Function that runs the small recipe with `changes` in a folder and checks the status."""
 
-    With `topology`, two ranks run it.
-    """
-
-    def start(
-        folder: str, *arguments: str, status: int = 0, topology: str | None = None
-    ) -> Finished:
-        recipe = small_recipe | changes
+    def start(folder: str, *arguments: str, topology: str | None = None) -> Finished:
         arguments = (f"run_dir={tmp_path / folder}", *arguments)
-        if topology:
-            launch = f"--config_file accelerate_configs/{topology}.yaml --mixed_precision no"
-            run = start_as_ranks(recipe, tmp_path, *arguments, launch=launch.split())
-        else:
-            run = start_here(recipe, tmp_path, *arguments)
-        assert run.status == status, run.output
+        run = start_here(small_recipe | changes, tmp_path, *arguments, topology=topology).done()
         assert "Traceback" not in run.output, run.output
         return run
 

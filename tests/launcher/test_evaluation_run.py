@@ -20,7 +20,7 @@ from pretrain.__main__ import main
 from pretrain.metrics.run_record import read_metrics
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.run import evaluate, evaluate_command
-from tests.conftest import BLOCK_LENGTH, Finished, contents
+from tests.conftest import BLOCK_LENGTH, Finished, Trainer, contents
 from tests.golden.runs import steps_saved
 
 
@@ -43,28 +43,22 @@ def losses_printed(finished: Finished) -> dict[str, float]:
 
 
 @pytest.fixture
-def evaluate_folder(train_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
+def evaluate_folder(train_here: Trainer, tmp_path: Path) -> Callable[..., Finished]:
     """Function that evaluates the model in a folder, without a run."""
 
     def evaluated(folder: Path, *options: str, recipe: dict[str, Any]) -> Finished:
         source = (f"model.source={folder}", "model.config=null", f"run_dir={tmp_path / 'none'}")
-        finished = train_here("evaluate", *source, *options, recipe=recipe)
-        assert finished.status == 0, finished.output
-        return finished
+        return train_here("evaluate", *source, *options, recipe=recipe).done()
 
     return evaluated
 
 
 def test_the_best_checkpoint_is_kept_and_exported(
-    train_here: Callable,
-    evaluate_folder: Callable,
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-    capsys: Any,
+    train_here: Trainer, evaluate_folder: Callable, tmp_path: Path, capsys: Any
 ) -> None:
     """The learning rate is far too high, so the held-out loss is lowest after step 6 of 8."""
-    small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    recipe = small_recipe | {
+    train_here.recipe["model"]["config"]["num_hidden_layers"] = 2
+    recipe = train_here.recipe | {
         "optimizer": {"learning_rate": 0.6},
         "schedule": {"kind": "constant"},
         "train": {"steps": 8},
@@ -81,8 +75,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
     # newest ones then.
     shutil.rmtree(run.run_dir / "final")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-00000008")
-    resumed = train_here("parity=off", recipe=recipe)
-    assert resumed.status == 0
+    resumed = train_here("parity=off", recipe=recipe).done()
     assert evaluations(resumed) == losses
     assert steps_saved(run.run_dir) == [6, 7, 8]
     assert main(["export", str(run.run_dir), "--out", str(tmp_path / "out"), "--best"]) == 0
@@ -93,8 +86,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
 
 
 def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
-    train_here: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    train_here: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is FP32, so the audit of low-precision linears sees no difference."""
     held_out_sums = evaluate.held_out_sums
@@ -111,15 +103,14 @@ def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
 
 
 def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
-    train_here: Callable, small_recipe: dict[str, Any], block_packs: Path, tmp_path: Path
+    train_here: Trainer, block_packs: Path, tmp_path: Path
 ) -> None:
-    small_recipe["data"] = {"packs": str(block_packs), "length": BLOCK_LENGTH}
-    small_recipe["model"]["config"]["max_position_embeddings"] = BLOCK_LENGTH
-    small_recipe["batch"]["tokens"] = 2 * BLOCK_LENGTH
+    train_here.recipe["data"] = {"packs": str(block_packs), "length": BLOCK_LENGTH}
+    train_here.recipe["model"]["config"]["max_position_embeddings"] = BLOCK_LENGTH
+    train_here.recipe["batch"]["tokens"] = 2 * BLOCK_LENGTH
     # As by default, the name of the folder has the precision of the training.
     run_dir = f"run_dir={tmp_path}/{{precision}}"
-    run = train_here("train.steps=6", "parity=off", run_dir)
-    assert run.status == 0, run.output
+    train_here("train.steps=6", "parity=off", run_dir).done()
     printed = losses_printed(train_here("evaluate", run_dir))
     rounded = losses_printed(train_here("evaluate", run_dir, "--precisions", "bf16"))
     assert [*printed, *rounded] == ["fp32", "bf16"]
@@ -133,7 +124,7 @@ def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
 
 
 def test_a_run_is_evaluated_in_the_precision_of_the_accelerate_file(
-    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    train_here: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command in ((), ("evaluate",)):
         # A process removes the variable.
@@ -143,17 +134,15 @@ def test_a_run_is_evaluated_in_the_precision_of_the_accelerate_file(
 
 
 def test_evaluate_prints_the_loss_in_every_precision_and_writes_nothing(
-    train_here: Callable, low_precision_recipe: dict[str, Any]
+    train_here: Trainer, low_precision_recipe: dict[str, Any]
 ) -> None:
     recipe = low_precision_recipe | {"train": {"steps": 4}, "precision": "nvfp4", "log": {}}
     recipe["evaluate"] = {"every": 4, "packs": 2}
     recipe["fp8_config"] |= {"use_autocast_during_eval": True}
-    run = train_here("parity=off", recipe=recipe)
-    assert run.status == 0, run.output
+    run = train_here("parity=off", recipe=recipe).done()
     before = contents(run.run_dir)
     alone = losses_printed(train_here("evaluate", recipe=recipe))
-    evaluated = train_here("evaluate", "--precisions", "all", recipe=recipe)
-    assert evaluated.status == 0, evaluated.output
+    evaluated = train_here("evaluate", "--precisions", "all", recipe=recipe).done()
     assert contents(run.run_dir) == before
     printed = losses_printed(evaluated)
     assert [*printed] == ["delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4", "bf16"]
@@ -172,17 +161,12 @@ def test_evaluate_prints_the_loss_in_every_precision_and_writes_nothing(
 
 
 def test_samples_are_recorded_and_other_validation_data_is_evaluated(
-    train_here: Callable,
-    small_recipe: dict[str, Any],
-    words: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_here: Trainer, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The column does not apply to the text file below.
-    small_recipe["data"]["text"] = "story"
+    train_here.recipe["data"]["text"] = "story"
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
-    run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
-    assert run.status == 0, run.output
+    run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off").done()
     early, late = (
         [*record["samples"]] for record in run.records() if record.get("event") == "samples"
     )
@@ -215,8 +199,7 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     (abandoned / ".lock").write_text("process 1 on a machine")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(evaluate_command, "held_out_figures", with_modes)
-    evaluated = train_here("evaluate", f"data.tokenizer={words}", str(text))
-    assert evaluated.status == 0, evaluated.output
+    evaluated = train_here("evaluate", f"data.tokenizer={words}", str(text)).done()
     assert len(losses_printed(evaluated)) > 0, evaluated.output
     assert contents(run.run_dir) == before
     assert f"loss on {text} of" in evaluated.output and "held-out loss" not in evaluated.output
@@ -227,23 +210,23 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
 
 
 def test_an_evaluation_that_is_killed_before_its_samples_is_repeated(
-    train_here: Callable, small_recipe: dict[str, Any], words: Path, monkeypatch: pytest.MonkeyPatch
+    train_here: Trainer, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("evaluate.samples=[w1 w2]", f"data.tokenizer={words}", "train.steps=2")
     with monkeypatch.context() as killed:
         killed.setattr(evaluate, "draw_samples", lambda run: os.kill(os.getpid(), signal.SIGINT))
         assert train_here(*settings, "parity=off").status == 130
-    run = train_here(*settings, "parity=off")
-    assert run.status == 0, run.output
+    run = train_here(*settings, "parity=off").done()
     events = [record["event"] for record in run.records() if "event" in record]
     assert sorted(events) == ["evaluation", "samples"]
 
 
-def test_evaluate_accepts_the_length_that_train_has_shortened_to(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
+def test_evaluate_accepts_the_length_that_train_has_shortened_to(train_here: Trainer) -> None:
     """A step has 8 of 120 packs."""
-    recipe = small_recipe | {"schedule": {"kind": "cosine", "warmup": 60}, "train": {"steps": 700}}
+    recipe = train_here.recipe | {
+        "schedule": {"kind": "cosine", "warmup": 60},
+        "train": {"steps": 700},
+    }
     trained = train_here("train.epochs=0.2", recipe=recipe)
     assert "the schedule is shortened to cosine: warmup 2 + cosine 1 = 3 steps" in trained.out
     assert steps_saved(trained.run_dir) == [3]
@@ -274,7 +257,7 @@ def served_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
     ("weights", "precision"), [("fp32", "nvfp4"), ("bf16_exact", "delayed"), ("bf16", "bf16")]
 )
 def test_the_served_loss_is_that_of_the_mean_weights(
-    train_here: Callable,
+    train_here: Trainer,
     evaluate_folder: Callable,
     served_recipe: dict[str, Any],
     tmp_path: Path,
@@ -284,8 +267,7 @@ def test_the_served_loss_is_that_of_the_mean_weights(
     """As by default, the name of the run folder has the precision of the training."""
     served_recipe |= {"weights": weights, "run_dir": f"{tmp_path}/{{precision}}"}
     served_recipe["evaluate"]["served"] = precision
-    run = train_here(recipe=served_recipe)
-    assert run.status == 0, run.output
+    run = train_here(recipe=served_recipe).done()
     run_dir = tmp_path / "bf16"
     record = read_metrics(run_dir)[-1]
     assert record["merged"] == ["step-00000008", "step-00000006"]
@@ -303,19 +285,17 @@ def test_the_served_loss_is_that_of_the_mean_weights(
 
 
 def test_a_run_without_its_served_loss_is_not_finished(
-    train_here: Callable, served_recipe: dict[str, Any]
+    train_here: Trainer, served_recipe: dict[str, Any]
 ) -> None:
     """A checkpoint that an interrupted run has saved in addition is not averaged."""
-    run = train_here(recipe=served_recipe)
-    assert run.status == 0, run.output
+    run = train_here(recipe=served_recipe).done()
     records = run.records()
     metrics = run.run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:-1]))
     checkpoints = run.run_dir / "checkpoints"
     shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000007")
-    again = train_here(recipe=served_recipe)
-    assert again.status == 0, again.output
+    again = train_here(recipe=served_recipe).done()
     assert again.records() == records
     assert train_here(recipe=served_recipe).records() == records, (
         "a finished run is not evaluated again"

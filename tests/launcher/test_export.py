@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
-from tests.conftest import ROOT, contents, flip
+from tests.conftest import ROOT, Trainer, contents, flip
 from tests.golden.runs import tensors_of
 
 
@@ -40,8 +40,7 @@ def exact(
     tokenizer.save_pretrained(folder / "tokenizer")
     template = "{% for m in messages %}{{ m.role }} w1 {{ m.content }} w59 {% endfor %}"
     recipe["data"] |= {"tokenizer": str(folder / "tokenizer"), "chat_template": template}
-    run = start_here(recipe, folder, "parity=off")
-    assert run.status == 0, run.output
+    run = start_here(recipe, folder, "parity=off").done()
     shutil.move(run.run_dir / "final", folder / "final")
     return run.run_dir
 
@@ -178,7 +177,7 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
 
 
 def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
-    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+    train_here: Trainer, tmp_path: Path
 ) -> None:
     """Keep the tokenizer's fingerprint.
 
@@ -192,21 +191,19 @@ def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
     line = json.dumps({"text": "one 12345 two " * 9}) + "\n"
     (tmp_path / "texts.jsonl").write_text(line * 200)
     data = {"source": str(tmp_path / "texts.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
-    small_recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
-    small_recipe["model"]["config"].pop("vocab_size")
+    train_here.recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
+    train_here.recipe["model"]["config"].pop("vocab_size")
     settings = ("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
-    first = train_here(*settings)
-    assert first.status == 0, first.output
+    first = train_here(*settings).done()
     from_export = (f"model.source={first.run_dir / 'final'}", "model.config=null")
     packs = f"data={{packs: {tmp_path / 'packs'}, length: 32}}"
-    second = train_here(*settings, *from_export, packs, f"run_dir={tmp_path / 'next'}")
-    assert second.status == 0, second.output
+    second = train_here(*settings, *from_export, packs, f"run_dir={tmp_path / 'next'}").done()
     folders = (tmp_path / "tokenizer", first.run_dir / "final", second.run_dir / "final")
     assert len({load_tokenizer(str(folder)).fingerprint for folder in folders}) == 1
 
 
 def test_harness_adds_no_bos_that_packs_lack(
-    words: Path, train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+    words: Path, train_here: Trainer, tmp_path: Path
 ) -> None:
     """Use the command of the docs with a tokenizer that adds BOS, as those of Llama 3 do."""
     pytest.importorskip("lm_eval", reason="needs lm_eval of requirements-dev.txt")
@@ -224,9 +221,8 @@ def test_harness_adds_no_bos_that_packs_lack(
         "special_tokens": {"w59": {"id": "w59", "ids": [59], "tokens": ["w59"]}},
     }
     (tokenizer / "tokenizer.json").write_text(json.dumps(content))
-    small_recipe["data"] |= {"tokenizer": str(tokenizer)}
-    run = train_here("train.steps=2", "model.config.vocab_size=64")
-    assert run.status == 0, run.output
+    train_here.recipe["data"] |= {"tokenizer": str(tokenizer)}
+    run = train_here("train.steps=2", "model.config.vocab_size=64").done()
 
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (arguments,) = re.findall(r"lm_eval --model hf --model_args (\S+)", page)

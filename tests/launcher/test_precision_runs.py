@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import PACK_LENGTH, contents, write_packs
 from tests.golden.runs import tensors_of
-from tests.launcher.conftest import with_experts
+from tests.launcher.conftest import EXPERTS
 
 
 def test_each_phase_computes_in_its_precision(started: Callable) -> None:
@@ -93,11 +93,8 @@ def test_a_branch_changes_the_weights_of_sources(
     assert shares[0] < 0.1 and shares[1] > 0.5
 
 
-def test_a_mixture_of_experts_learns_and_is_exported(
-    started: Callable, small_recipe: dict[str, Any]
-) -> None:
-    small_recipe["model"]["config"] = with_experts(small_recipe["model"]["config"])
-    run = started("run", "precision=delayed", "log.fp8_statistics=2")
+def test_a_mixture_of_experts_learns_and_is_exported(started: Callable) -> None:
+    run = started("run", EXPERTS, "precision=delayed", "log.fp8_statistics=2")
     first, *_, fourth, last = run.steps()
     assert last["loss"] < first["loss"]
     assert last["router_loss"] > 0

@@ -22,8 +22,8 @@ from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
 from pretrain.settings import config
 from tests.conftest import Finished, contents, flip, write_recipe
-from tests.golden.runs import outcome, steps_logged, steps_saved, tensor_files
-from tests.launcher.conftest import LOW, with_experts
+from tests.golden.runs import outcome, poisoned_once, steps_logged, steps_saved, tensor_files
+from tests.launcher.conftest import EXPERTS, LOW
 from tests.moments import LauncherProcess, Moment
 
 # Steps of a run with checkpoints after 4, 8 and 12.
@@ -45,8 +45,7 @@ def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.fixture(scope="module")
 def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
     """Finished run without interruption."""
-    finished = start_here(recipe, Path(recipe["run_dir"]).parent)
-    assert finished.status == 0, finished.output
+    finished = start_here(recipe, Path(recipe["run_dir"]).parent).done()
     return finished
 
 
@@ -62,23 +61,6 @@ def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProce
     """Function that trains the recipe in this test's folder, in a process with `moments`."""
     path = write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)
     return lambda *moments: LauncherProcess([str(path)], tmp_path / "log", *moments)
-
-
-@pytest.fixture
-def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
-    """Function that copies the uninterrupted run without its export and some checkpoints.
-
-    It takes the steps of the checkpoints to omit, and returns the folder of the copy.
-    """
-
-    def copy(*without: int) -> Path:
-        run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
-        shutil.rmtree(run_dir / "final")
-        for step in without:
-            shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")
-        return run_dir
-
-    return copy
 
 
 def same_end(finished: Finished, alone: Finished) -> bool:
@@ -146,57 +128,54 @@ def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(
     moment = Moment("logged", f"^{STEPS}$", SIGTERM)
     assert LauncherProcess([str(path)], tmp_path / "log", moment).end() == 128 + SIGTERM
     assert steps_saved(tmp_path / "run") == [STEPS]
-    finished = run("checkpoint.every=null", "checkpoint.at_end=false")
-    assert finished.status == 0, finished.output
+    finished = run("checkpoint.every=null", "checkpoint.at_end=false").done()
     assert finished.records()[-1]["event"] == "evaluation"
 
 
-def damage(run_dir: Path, steps: str) -> None:
-    for file in run_dir.glob(f"checkpoints/step-{steps}/*.safetensors"):
-        flip(file)
-
-
-# Steps whose checkpoints the copy lacks, checkpoints to damage, settings, and the step after which
-# the run resumes.
-COPIES: dict[str, tuple[tuple[int, ...], str, tuple[str, ...], int | None]] = {
-    "a damaged checkpoint": ((), "*12", (), 8),
-    "another place of the state": ((12,), "none", ("optimizer.offload=state",), 8),
-    "no checkpoint": ((4, 8, 12), "none", (), None),
+# What a copy of the run lacks, checkpoints to damage, settings, and the end of a second start: the
+# step after which it resumes, or the words of its refusal.
+COPIES: dict[str, tuple[list[str], str, tuple[str, ...], int | str | None]] = {
+    "a damaged checkpoint": ([], "*12", (), 8),
+    "another place of the state": (["*12"], "none", ("optimizer.offload=state",), 8),
+    "no checkpoint": (["*"], "none", (), None),
+    "damaged checkpoints": ([], "*", (), "/checkpoints: every checkpoint is damaged"),
+    # Without a checkpoint, metrics.jsonl would restart at step 0.
+    "another training": (
+        ["*"],
+        "none",
+        ("optimizer.learning_rate=0.5",),
+        "optimizer.learning_rate",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_of_a_run_resumes_exactly(
-    name: str, alone: Finished, copied: Callable, run: Callable
+def test_a_copy_of_a_run_resumes_exactly_or_stays_as_it_is(
+    name: str, alone: Finished, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without, damaged, settings, step = COPIES[name]
-    run_dir = copied(*without)
+    missing, damaged, settings, end = COPIES[name]
+    run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
+    shutil.rmtree(run_dir / "final")
     (run_dir / "summary.json").unlink()  # Only finished runs have a summary.
-    damage(run_dir, damaged)
+    for pattern in missing:
+        for folder in run_dir.glob(f"checkpoints/step-{pattern}"):
+            shutil.rmtree(folder)
+    for file in run_dir.glob(f"checkpoints/step-{damaged}/*.safetensors"):
+        flip(file)
+    if isinstance(end, str):
+        before = contents(run_dir)
+        refusal = run(*settings).refusal
+        assert str(run_dir) in refusal and end in refusal
+        assert contents(run_dir) == before
+        return
+    if end:
+        # A resumed run keeps its dtype of weights, whatever the default is now.
+        monkeypatch.setattr(config, "usual_weights", lambda recipe, *, on_gpu: "bf16_exact")
     finished = run(*settings)
-    assert (f"at step {step}" in finished.output) == (step is not None)
+    assert (f"at step {end}" in finished.output) == (end is not None)
     assert ("damaged" in finished.output) == (damaged != "none"), finished.output
     assert same_end(finished, alone)
-
-
-def test_an_fp32_run_resumes_where_the_default_is_bf16_exact(
-    run: Callable, copied: Callable, alone: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = copied(8, 12)
-    monkeypatch.setattr(config, "usual_weights", lambda recipe, *, on_gpu: "bf16_exact")
-    assert same_end(run(), alone)
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["weights"] == "fp32"
-
-
-def test_a_run_folder_to_resume_is_its_newest_checkpoint(
-    recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
-) -> None:
-    folder = copied(12)
-    elsewhere = recipe | {"run_dir": str(tmp_path / "resumed")}
-    resumed = start_here(elsewhere, tmp_path, "--resume", str(folder))
-    assert resumed.status == 0, resumed.output
-    assert f"{folder}/checkpoints/step-00000008 at step 8" in resumed.out, resumed.output
-    assert outcome(resumed.run_dir, STEPS)[1:] == outcome(alone.run_dir, STEPS)[1:]
 
 
 def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
@@ -209,41 +188,17 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
 ) -> None:
     constant = ("schedule.kind=constant", "evaluate.every=null")
     assert run(*constant, "train.steps=4").status == 0
-    longer = run(*constant, "train.steps=8")
-    assert longer.status == 0, longer.output
+    longer = run(*constant, "train.steps=8").done()
     uninterrupted = run(*constant, "train.steps=8", f"run_dir={tmp_path / 'uninterrupted'}")
     assert outcome(longer.run_dir, 8)[1:] == outcome(uninterrupted.run_dir, 8)[1:]
 
 
 def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(run: Callable) -> None:
-    shorter = run("schedule.kind=wsd", "train.steps=8")
-    assert shorter.status == 0, shorter.output
+    shorter = run("schedule.kind=wsd", "train.steps=8").done()
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
     assert "pass an earlier checkpoint to --resume" in refusal
     checkpoint = shorter.run_dir / "checkpoints/step-00000004"
-    longer = run("schedule.kind=wsd", "train.steps=10", "--resume", str(checkpoint))
-    assert longer.status == 0, longer.output
-
-
-def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
-    copied: Callable, run: Callable
-) -> None:
-    run_dir = copied()
-    (run_dir / "summary.json").unlink()
-    damage(run_dir, "*")
-    before = contents(run_dir)
-    assert f"{run_dir}/checkpoints: every checkpoint is damaged" in run().refusal
-    assert contents(run_dir) == before
-
-
-def test_the_steps_of_another_training_are_not_cut_away(copied: Callable, run: Callable) -> None:
-    """Without a checkpoint, a start with other settings would restart metrics.jsonl at step 0."""
-    run_dir = copied(4, 8, STEPS)
-    (run_dir / "summary.json").unlink()
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    refusal = run("optimizer.learning_rate=0.5").refusal
-    assert str(run_dir) in refusal and "optimizer.learning_rate" in refusal
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    run("schedule.kind=wsd", "train.steps=10", "--resume", str(checkpoint)).done()
 
 
 def test_a_finished_run_started_again_changes_nothing(
@@ -271,7 +226,8 @@ MUON = ("precision=bf16", "optimizer.name=muon", "optimizer.moments=bf16")
 RESUMES: dict[str, tuple[int, str | None, tuple[str, ...]]] = {
     "at a switch of precision": (3, None, (PHASES + "{use: bf16}]",)),
     "before a switch of precision": (2, None, (PHASES + "{use: current}]",)),
-    "experts": (2, None, ("precision=delayed", "model.gradient_checkpointing=full")),
+    "experts": (2, None, (EXPERTS, "precision=delayed", "model.gradient_checkpointing=full")),
+    "after a skipped step": (2, None, ("precision=bf16", "health.on_nan=skip")),
     "Muon": (2, None, MUON),
     "Muon in shards": (2, "fsdp2", MUON),
     "histories of two ranks": (2, "fsdp2", ("precision=delayed",)),
@@ -281,18 +237,25 @@ RESUMES: dict[str, tuple[int, str | None, tuple[str, ...]]] = {
 @pytest.mark.multi
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    name: str, started: Callable[..., Finished], small_recipe: dict[str, Any]
+    name: str, started: Callable[..., Finished], tmp_path: Path
 ) -> None:
+    """The folder of a run stands for its newest checkpoint."""
     step, topology, settings = RESUMES[name]
-    if name == "experts":
-        small_recipe["model"]["config"] = with_experts(small_recipe["model"]["config"])
-    run = started("run", *settings, topology=topology)
-    checkpoint = f"{run.run_dir}/checkpoints/step-{step:08}"
-    resumed = started("resumed", *settings, "--resume", checkpoint, topology=topology)
+    if name == "after a skipped step":
+        with poisoned_once(tmp_path / "run", steps_before=1):
+            run = started("run", *settings)
+        assert [record["skipped"] for record in run.steps()] == [False, True, False, False, False]
+    else:
+        run = started("run", *settings, topology=topology)
+    folders = ("checkpoints/step-00000005", "final")
+    expected = [tensor_files(run.run_dir / folder) for folder in folders]
+    for newer in range(step + 1, 6):
+        shutil.rmtree(run.run_dir / f"checkpoints/step-{newer:08}")
+    resumed = started("resumed", *settings, "--resume", str(run.run_dir), topology=topology)
+    assert f"{run.run_dir}/checkpoints/step-{step:08} at step {step}" in resumed.output
     assert "changed settings" not in resumed.output
     assert resumed.losses() == run.losses()[step:]
-    for folder in ("checkpoints/step-00000005", "final"):
-        assert tensor_files(resumed.run_dir / folder) == tensor_files(run.run_dir / folder)
+    assert [tensor_files(resumed.run_dir / folder) for folder in folders] == expected
 
 
 # ── Restored state ──
@@ -354,8 +317,7 @@ def low(recipe: dict[str, Any], start_here: Callable, tmp_path_factory: Any) -> 
     """Folder of a run in low precision that was saved after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("low")
     settings = (*LOW, "train.steps=4", "checkpoint.every=2")
-    finished = start_here(recipe | {"run_dir": str(folder / "run")}, folder, *settings)
-    assert finished.status == 0, finished.output
+    finished = start_here(recipe | {"run_dir": str(folder / "run")}, folder, *settings).done()
     return finished.run_dir
 
 

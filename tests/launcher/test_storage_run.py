@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
 import fsspec
 import pytest
 
 from foundation import storage
 from pretrain.run.stored_run import StoredRun
-from tests.conftest import Finished, contents, write_recipe
+from tests.conftest import Trainer, contents, write_recipe
 from tests.golden.runs import outcome
 from tests.moments import LauncherProcess, Moment
 from tests.object_storage import Server
@@ -29,22 +28,16 @@ STEPS = 12  # with checkpoints after 4, 8 and 12
 
 
 @pytest.fixture
-def recipe(
-    small_recipe: dict[str, Any], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
-    """Recipe of a run in the bucket, started in this test's folder."""
-    monkeypatch.chdir(tmp_path)
-    return small_recipe | {"run_dir": f"{bucket}/run"}
+def start(train_here: Trainer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Function that trains in the bucket, started in this test's folder."""
+    monkeypatch.chdir(train_here.folder)
+    train_here.recipe["run_dir"] = f"{bucket}/run"
+    return train_here
 
 
 @pytest.fixture
-def run_dir(recipe: dict[str, Any]) -> Path:
-    return storage.path_for(recipe["run_dir"], Path("runs")).absolute()
-
-
-@pytest.fixture
-def start(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
-    return lambda *arguments: start_here(recipe, tmp_path, *arguments)
+def run_dir(start: Trainer) -> Path:
+    return storage.path_for(start.recipe["run_dir"], Path("runs")).absolute()
 
 
 # A run is killed just before the server answers this request, of those that store or delete files
@@ -53,16 +46,10 @@ def start(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Calla
     "kills", [(2, 6, None), pytest.param((2, 4, 6, 3, 5, None), marks=pytest.mark.nightly)]
 )
 def test_a_run_killed_on_machines_without_a_disk_equals_one_left_alone(
-    kills: tuple[int | None, ...],
-    recipe: dict[str, Any],
-    run_dir: Path,
-    s3_server: Server,
-    start_here: Callable,
-    tmp_path: Path,
+    kills: tuple[int | None, ...], run_dir: Path, s3_server: Server, start: Trainer, tmp_path: Path
 ) -> None:
-    alone = start_here(recipe | {"run_dir": str(tmp_path / "alone")}, tmp_path)
-    assert alone.status == 0, alone.output
-    arguments = [str(write_recipe(recipe, tmp_path))]
+    alone = start(f"run_dir={tmp_path / 'alone'}").done()
+    arguments = [str(write_recipe(start.recipe, tmp_path))]
     statuses = []
     for kill in kills:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
@@ -76,7 +63,7 @@ def test_a_run_killed_on_machines_without_a_disk_equals_one_left_alone(
     # A later run may find everything stored by an earlier one, which was killed at its end.
     assert statuses.count(-SIGKILL) >= min(3, len(kills) - 1)
     assert outcome(run_dir, STEPS) == outcome(alone.run_dir, STEPS)
-    StoredRun(recipe["run_dir"], tmp_path / "restored").restore()
+    StoredRun(start.recipe["run_dir"], tmp_path / "restored").restore()
     assert contents(tmp_path / "restored") == contents(run_dir)
 
 
@@ -93,10 +80,10 @@ def killing(launcher: LauncherProcess, kill: int | None) -> Callable[[str, str],
 
 
 def test_packs_and_text_are_read_from_a_bucket(
-    recipe: dict[str, Any], bucket: str, start: Callable, words: Path, tmp_path: Path
+    bucket: str, start: Trainer, words: Path, tmp_path: Path
 ) -> None:
     files, root = fsspec.url_to_fs(bucket)
-    files.put(recipe["data"]["packs"], f"{root}/packs", recursive=True)
+    files.put(start.recipe["data"]["packs"], f"{root}/packs", recursive=True)
     lines = [json.dumps({"text": f"w1 w2 w{i % 60} w{i % 59} w{i % 53}"}) for i in range(400)]
     files.pipe(f"{root}/text/a.jsonl", "\n".join(lines).encode())
     local = start("train.steps=2", f"run_dir={tmp_path / 'local'}")
@@ -106,30 +93,25 @@ def test_packs_and_text_are_read_from_a_bucket(
     assert f"packs: {bucket}/packs\n" in config
     text = (f"data.source={bucket}/text/*.jsonl", f"data.tokenizer={words}", "data.held_out=0.1")
     made = (f"data.packs={tmp_path / 'packs'}", f"run_dir={tmp_path / 'text'}")
-    prepared = start("train.steps=2", *text, *made)
-    assert prepared.status == 0, prepared.output
+    start("train.steps=2", *text, *made).done()
     both = start(f"data.source={bucket}/text", f"data.tokenizer={words}", f"data.packs={bucket}/x")
     assert "is an address, but packs are prepared on this machine" in both.refusal
 
 
 def test_a_bucket_that_cannot_be_written_is_refused_before_training(
-    recipe: dict[str, Any],
-    run_dir: Path,
-    start: Callable,
-    s3_server: Server,
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, start: Trainer, s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
-    assert f"{recipe['run_dir']}: PermissionError: 403 Forbidden" in start().refusal
+    assert f"{start.recipe['run_dir']}: PermissionError: 403 Forbidden" in start().refusal
     assert not (run_dir / "metrics.jsonl").exists()
     # Wrong credentials are refused before packs are opened.
     s3_server.fault = lambda method, path: None
     monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
-    assert f"{recipe['run_dir']}: PermissionError: " in start("data.packs=none").refusal
+    assert f"{start.recipe['run_dir']}: PermissionError: " in start("data.packs=none").refusal
 
 
 def test_a_full_bucket_is_reported_and_the_next_start_stores_the_run(
-    run_dir: Path, start: Callable, s3_server: Server, tmp_path: Path, recipe: dict[str, Any]
+    run_dir: Path, start: Trainer, s3_server: Server, tmp_path: Path
 ) -> None:
     """Another machine restores the run and finds it finished."""
     s3_server.fault = lambda method, path: (
@@ -142,7 +124,7 @@ def test_a_full_bucket_is_reported_and_the_next_start_stores_the_run(
     assert f"They are complete in {run_dir.relative_to(tmp_path)}; the next save or" in full.err
     s3_server.fault = lambda method, path: None
     assert start().status == 0
-    StoredRun(recipe["run_dir"], tmp_path / "restored").restore()
+    StoredRun(start.recipe["run_dir"], tmp_path / "restored").restore()
     assert contents(tmp_path / "restored") == contents(run_dir)
     assert "has been renamed" not in start().output
     shutil.rmtree(tmp_path / "runs")
@@ -151,7 +133,7 @@ def test_a_full_bucket_is_reported_and_the_next_start_stores_the_run(
 
 
 def test_training_does_not_wait_for_a_slow_bucket(
-    run_dir: Path, start: Callable, s3_server: Server
+    run_dir: Path, start: Trainer, s3_server: Server
 ) -> None:
     """Every part of a checkpoint waits until the last step is logged."""
     waited = []
@@ -170,7 +152,7 @@ def test_training_does_not_wait_for_a_slow_bucket(
 
 
 def test_a_second_run_at_the_same_address_ends_the_first(
-    recipe: dict[str, Any], start: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The second run starts in another folder, as on another machine."""
     first_store = StoredRun._store
@@ -180,7 +162,7 @@ def test_a_second_run_at_the_same_address_ends_the_first(
         if not results:
             results.append(None)
             (tmp_path / "other").mkdir()
-            StoredRun(recipe["run_dir"], tmp_path / "other").claim()
+            StoredRun(start.recipe["run_dir"], tmp_path / "other").claim()
         return first_store(stored)
 
     monkeypatch.setattr(StoredRun, "_store", store)
@@ -190,10 +172,10 @@ def test_a_second_run_at_the_same_address_ends_the_first(
 
 
 def test_another_training_neither_replaces_nor_is_replaced_by_the_stored_run(
-    recipe: dict[str, Any], start: Callable, run_dir: Path, tmp_path: Path
+    start: Trainer, run_dir: Path, tmp_path: Path
 ) -> None:
     """Two machines train at one address. The second begins when the bucket is empty."""
-    files, root = fsspec.url_to_fs(recipe["run_dir"])
+    files, root = fsspec.url_to_fs(start.recipe["run_dir"])
     assert start().status == 0
     (tmp_path / "runs").rename(tmp_path / "first")
     files.rm(root, recursive=True)
@@ -214,12 +196,12 @@ def test_another_training_neither_replaces_nor_is_replaced_by_the_stored_run(
 
 
 def test_a_run_that_went_back_stays_back_after_a_kill(
-    recipe: dict[str, Any], start: Callable, run_dir: Path, s3_server: Server, tmp_path: Path
+    start: Trainer, run_dir: Path, s3_server: Server, tmp_path: Path
 ) -> None:
     assert start().status == 0
     shutil.copytree(tmp_path / "runs", tmp_path / "other")
     arguments = [
-        str(write_recipe(recipe, tmp_path)),
+        str(write_recipe(start.recipe, tmp_path)),
         "--resume",
         f"{run_dir}/checkpoints/step-00000004",
     ]
@@ -227,7 +209,7 @@ def test_a_run_that_went_back_stays_back_after_a_kill(
     killed = LauncherProcess(arguments, tmp_path / "log", moment, **s3_server.environment)
     assert killed.end() == -SIGKILL, (tmp_path / "log").read_text()
     (tmp_path / "runs").rename(tmp_path / "killed")
-    files, root = fsspec.url_to_fs(recipe["run_dir"])
+    files, root = fsspec.url_to_fs(start.recipe["run_dir"])
     # An empty disk, the disk of the killed run, and another machine that has the abandoned steps.
     for disk in (None, "killed", "other"):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)

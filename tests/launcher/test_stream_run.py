@@ -26,7 +26,6 @@ from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 36
-DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +63,7 @@ def recipe(
 @pytest.fixture(scope="module")
 def alone(recipe: dict[str, Any], folder: Path, start_here: Callable) -> Finished:
     """Finished run without interruption. It reads the documents more than once."""
-    finished = start_here(recipe, folder)
-    assert finished.status == 0, finished.output
+    finished = start_here(recipe, folder).done()
     assert len(finished.losses()) == STEPS, finished.output
     return finished
 
@@ -143,8 +141,7 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     run.go_on()
     assert run.end() == -SIGKILL
     packer.wait(60)  # It raises TimeoutExpired if the packer still runs.
-    resumed = start_here(recipe, tmp_path)
-    assert resumed.status == 0, resumed.output
+    resumed = start_here(recipe, tmp_path).done()
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == alone.losses()
 
@@ -173,8 +170,7 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
         return loss * math.inf
 
     with losses_changed(poison):
-        finished = start_here(recipe, tmp_path, "health.on_nan=rollback")
-    assert finished.status == 0, finished.output
+        finished = start_here(recipe, tmp_path, "health.on_nan=rollback").done()
     assert len(finished.losses()) == STEPS, finished.output
     [event] = [record for record in finished.records() if record.get("event") == "rollback"]
     assert event["resumed_from"] == 16
@@ -183,7 +179,7 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
 
 @pytest.mark.multi
 def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
-    alone: Finished, recipe: dict[str, Any], start_as_ranks: Callable, tmp_path: Path
+    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     packs = Path(recipe["data"]["packs"])
     assert sum(path.stat().st_size for path in packs.rglob("*") if path.is_file()) <= 300_000
@@ -193,15 +189,14 @@ def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
     recipe = elsewhere(recipe, tmp_path)
-    resumed = start_as_ranks(recipe, tmp_path, launch=DDP)
-    assert resumed.status == 0, resumed.output
+    resumed = start_here(recipe, tmp_path, topology="ddp").done()
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(alone.losses(), rel=1e-5)
 
 
 @pytest.mark.multi
 def test_a_packers_error_before_the_first_step_ends_all_ranks(
-    recipe: dict[str, Any], start_as_ranks: Callable, tmp_path: Path
+    recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     texts = tmp_path / "texts.jsonl"
     lines = Path(recipe["data"]["source"]).read_text().splitlines(keepends=True)
@@ -209,7 +204,7 @@ def test_a_packers_error_before_the_first_step_ends_all_ranks(
     streaming = {"disk_gb": 0.0003, "window": 300}
     recipe = elsewhere(recipe, tmp_path, source=str(texts), streaming=streaming)
     recipe |= {"batch": {"tokens": 2048, "microbatch": 2}}
-    ended = start_as_ranks(recipe, tmp_path, launch=DDP)
+    ended = start_here(recipe, tmp_path, topology="ddp")
     assert ended.status != 0, ended.output
     assert "texts.jsonl:61: no column `text`" in ended.output, ended.output
     assert "another process has no more packs" in ended.output
@@ -226,6 +221,5 @@ def test_accepted_changes_read_another_stream_from_its_first_pack(
     changed = {"source": str(tmp_path / "other.jsonl"), "packs": str(tmp_path / "other")}
     other = elsewhere(recipe, tmp_path, **changed) | {"train": {"steps": 6}}
     assert "data.fingerprint: saved" in start_here(other, tmp_path).err
-    accepted = start_here(other, tmp_path, "--accept-changes")
-    assert accepted.status == 0, accepted.output
+    accepted = start_here(other, tmp_path, "--accept-changes").done()
     assert len(accepted.losses()) == 6

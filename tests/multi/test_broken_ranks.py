@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from foundation.overrides import overridden
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
 from pretrain.model.gradients import local_part
@@ -82,24 +83,26 @@ ALWAYS = {
 def find_faults() -> None:
     """Inject the faults in this rank and print the failures of parity."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    failures_of: dict[str, dict[str, list[str]]] = {}
-    for precision in sys.argv[1:]:
-        histories: list[Tensor] = []
-        for what, make in FAULTS.items():
-            run = build_run(accelerator, precision, layers=1, histories=histories)
-            histories = histories or run.packed.context.copied_state()
-            make(run)
-            weights = {
-                name: local_part(weight).clone() for name, weight in run.model.named_parameters()
-            }
-            failures = run.parity().failures
-            # Parity changes the weights of norms and must restore them.
-            for name, weight in run.model.named_parameters():
-                if not torch.equal(local_part(weight), weights[name]):
-                    failures.append(f"{name} is not as before")
-            failures_of.setdefault(what, {})[precision] = failures
+    failures_of: dict[str, list[str]] = {}
+    histories: list[Tensor] = []
+    for what, make in FAULTS.items():
+        run = build_run(accelerator, sys.argv[1], layers=1, histories=histories)
+        histories = histories or run.packed.context.copied_state()
+        make(run)
+        weights = {
+            name: local_part(weight).clone() for name, weight in run.model.named_parameters()
+        }
+        failures_of[what] = run.parity().failures
+        # Parity changes the weights of norms and must restore them.
+        for name, weight in run.model.named_parameters():
+            if not torch.equal(local_part(weight), weights[name]):
+                failures_of[what].append(f"{name} is not as before")
+    print_found(accelerator, failures_of)
+
+
+def print_found(accelerator: Accelerator, found: Any) -> None:
     # One write: both ranks write at the same time.
-    os.write(1, f"FOUND {json.dumps(failures_of)}\n".encode())
+    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
     accelerator.end_training()
 
 
@@ -119,8 +122,7 @@ def find_faults_of_updates() -> None:
                 messages[what] = ""
             except TrainingHalted as halt:
                 messages[what] = str(halt)
-    os.write(1, f"FOUND {json.dumps(messages)}\n".encode())
-    accelerator.end_training()
+    print_found(accelerator, messages)
 
 
 def printed_by_ranks(
@@ -138,33 +140,36 @@ def printed_by_ranks(
     ]
 
 
-def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
+def start(topology: str, precision: str) -> dict[str, dict[str, list[str]]]:
     """Return the failures that parity reports, by fault and precision."""
-    return printed_by_ranks(find_faults, topology, precisions)[0]
+    found = printed_by_ranks(find_faults, topology, [precision])[0]
+    return {what: {precision: failures} for what, failures in found.items()}
 
 
 @pytest.mark.multi
 def test_what_is_lost_between_two_processes_is_found() -> None:
-    """Covers DDP with shared histories.
-
-    `tests.pretrain.verify.mutations` covers FSDP2 and every precision.
-    """
+    """`tests.pretrain.verify.mutations` covers FSDP2 and every precision."""
     failures_of = start("ddp", "delayed")
     assert failures_of.pop("nothing") == {"delayed": []}
-    assert len(failures_of) == 2
-    assert all(
-        failures for by_precision in failures_of.values() for failures in by_precision.values()
-    )
+    assert len(failures_of) == 2 and all(failures["delayed"] for failures in failures_of.values())
 
 
-@pytest.mark.nightly
+def find_faults_of_shards() -> None:
+    few = [fault for fault in sharding_faults.FAULTS if re.search("early|BF16|before", fault.what)]
+    with overridden(sharding_faults, FAULTS=few):
+        sharding_faults.find_faults(layers=1)
+
+
 @pytest.mark.multi
-def test_gradients_that_are_reduced_in_bf16_are_found_in_bf16_runs() -> None:
-    """`tests.pretrain.verify.mutations` covers low precisions."""
-    of_one_layer = partial(sharding_faults.find_faults, layers=1)
-    found, _ = printed_by_ranks(of_one_layer, "zero", ["bf16"])
-    assert found.pop("nothing") == {"bf16": []}
-    assert all(checks["bf16"] for checks in found.values())
+@pytest.mark.parametrize(
+    ("topology", "precision"),
+    [("fsdp2", "delayed"), pytest.param("zero", "bf16", marks=pytest.mark.nightly)],
+)
+def test_early_frees_and_rounded_gradients_are_found(topology: str, precision: str) -> None:
+    """`tests.pretrain.verify.mutations` covers all faults of shards in every precision."""
+    found, _ = printed_by_ranks(find_faults_of_shards, topology, [precision])
+    assert found.pop("nothing") == {precision: []}
+    assert found and all(checks[precision] for checks in found.values())
 
 
 @pytest.mark.multi

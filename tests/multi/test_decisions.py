@@ -6,8 +6,6 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,9 @@ from packing.batch import BatchStream, StepBatches
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
 from pretrain.run.assembly import Assembly
+from tests.conftest import Trainer
 
 pytestmark = pytest.mark.multi
-
-
-SHARDED = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
-DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
 def main_with_one_model() -> int | None:
@@ -42,21 +37,13 @@ def main_with_one_model() -> int | None:
         return train_accelerate.main()
 
 
-@pytest.mark.parametrize("launch", [DDP, SHARDED], ids=["ddp", "fsdp2"])
-def test_processes_go_back_and_stop_together(
-    launch: list[str],
-    start_as_ranks: Callable,
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
+def test_processes_go_back_and_stop_together(topology: str, train_here: Trainer) -> None:
     """The learning rate makes the weights huge in the first step, so every later step fails."""
-    huge_rate = {
-        "optimizer": {"learning_rate": 1e36, "weight_decay": 0},
-        "schedule": {"kind": "constant"},
-    }
-    rollback = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
-    recipe = small_recipe | huge_rate | rollback
-    run = start_as_ranks(recipe, tmp_path, launch=launch, main=main_with_one_model)
+    train_here.recipe |= {"checkpoint": {"every": 1}, "evaluate": {}}
+    train_here.recipe["optimizer"] = {"learning_rate": 1e36, "weight_decay": 0}
+    train_here.recipe["schedule"] = {"kind": "constant"}
+    run = train_here("health.on_nan=rollback", topology=topology, main=main_with_one_model)
     assert run.status == 3, run.output
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 3 times already"
     assert run.err.count(halt) == 2
@@ -87,11 +74,8 @@ def main_with_damaged_packs() -> int | None:
         return train_accelerate.main()
 
 
-def test_damaged_packs_of_one_process_stop_all_after_a_save(
-    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    recipe = small_recipe | {"parity": False}
-    run = start_as_ranks(recipe, tmp_path, launch=DDP, main=main_with_damaged_packs)
+def test_damaged_packs_of_one_process_stop_all_after_a_save(train_here: Trainer) -> None:
+    run = train_here(topology="ddp", main=main_with_damaged_packs)
     assert run.status == 2, run.output
     assert run.err.count("error: the packs are damaged") == 1
     assert run.err.count("error: another process has no more packs; see its message") == 1
@@ -99,14 +83,12 @@ def test_damaged_packs_of_one_process_stop_all_after_a_save(
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(
-    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
+    train_here: Trainer,
 ) -> None:
-    with RunFolder(Path(small_recipe["run_dir"])):
-        run = start_as_ranks(small_recipe, tmp_path, launch=DDP)
+    with RunFolder(train_here.run_dir):
+        run = train_here(topology="ddp")
     assert run.status == 2, run.output
     assert "Traceback" not in run.output, run.output
-    error = (
-        f"error: {small_recipe['run_dir']}: the folder is in use by process {os.getpid()} "
-        f"on {socket.gethostname()}"
-    )
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    error = f"error: {train_here.run_dir}: the folder is in use by {owner}"
     assert run.err.count(error) == 2, run.err

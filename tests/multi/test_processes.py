@@ -9,19 +9,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from packing import arrow
-from packing.arrow import Pack
-from pretrain.__main__ import main
-from tests.conftest import PACK_LENGTH, VOCABULARY, Finished
-from tests.golden.runs import tensors_of
-from tests.launcher.conftest import with_experts
+from tests.conftest import Finished
+from tests.launcher.conftest import EXPERTS
 
 pytestmark = pytest.mark.multi
 
@@ -42,7 +37,8 @@ HYBRID = (
     "model.config.linear_key_head_dim=4",
     "model.config.linear_value_head_dim=4",
 )
-SERVED = ("parity=on", "evaluate.served=current", "evaluate.merge=2")
+CHECKED = ("parity=on",)
+SERVED = (*CHECKED, "evaluate.served=current", "evaluate.merge=2")
 EXACT_CURVE = dict.fromkeys(("loss", "gradient_norm", "held_out_loss", "tokens"), 1e-5)
 # Gradients that are summed in another order differ by 1e-7, and then by a bit of BF16.
 MUON_CURVE = {"loss": 1e-4, "held_out_loss": 1e-4, "muon_update_rms": 1e-2}
@@ -51,12 +47,12 @@ LOW_CURVE = dict.fromkeys(("loss", "router_loss", "held_out_loss", "served_loss"
 # The topology of two ranks, settings, and the tolerances of figures. Current scaling has scales per
 # microbatch, and two processes have the microbatches of one.
 AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
-    "copies": ("ddp", (), EXACT_CURVE),
-    "shards": ("fsdp2", (), EXACT_CURVE),
+    "copies": ("ddp", CHECKED, EXACT_CURVE),
+    "shards": ("fsdp2", CHECKED, EXACT_CURVE),
     "Muon's copies of shards": ("zero", MUON, MUON_CURVE),
     "Muon's shards": ("fsdp2", MUON, MUON_CURVE),
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
-    "experts": ("fsdp2", (*LOW, *SERVED), LOW_CURVE),
+    "experts": ("fsdp2", (EXPERTS, *LOW, *SERVED), LOW_CURVE),
     "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW), {"loss": 1e-3}),
 }
 
@@ -78,34 +74,17 @@ def recipe_in(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(
-    start_here: Callable, start_as_ranks: Callable, recipe_in: Callable, tmp_path_factory: Any
+    start_here: Callable, recipe_in: Callable, tmp_path_factory: Any
 ) -> Callable[..., Finished]:
     """Function that trains with settings once. With `topology`, two ranks train."""
     folder = tmp_path_factory.mktemp("processes")
-    made: dict[Any, Finished] = {}
 
-    def train(
-        topology: str | None = None, settings: tuple[str, ...] = (), *, experts: bool = False
-    ) -> Finished:
-        key = topology, settings, experts
-        if key not in made:
-            recipe = recipe_in(folder / f"run-{len(made)}")
-            if experts:
-                recipe["model"]["config"] = with_experts(recipe["model"]["config"])
-            if topology:
-                launch = launch_of(topology)
-                made[key] = start_as_ranks(recipe, folder, *settings, launch=launch)
-            else:
-                made[key] = start_here(recipe, folder, *settings)
-            assert made[key].status == 0, made[key].output
-        return made[key]
+    @cache
+    def train(topology: str | None, settings: tuple[str, ...]) -> Finished:
+        recipe = recipe_in(folder / f"run-{len([*folder.glob('run-*')])}")
+        return start_here(recipe, folder, *settings, topology=topology).done()
 
     return train
-
-
-def launch_of(topology: str) -> list[str]:
-    config = f"accelerate_configs/{topology}.yaml"
-    return ["--config_file", config, "--mixed_precision", "no"]
 
 
 def figures(run: Finished, key: str) -> list[float]:
@@ -121,96 +100,36 @@ def assert_same_curve(run: Finished, other: Finished, tolerances: dict[str, floa
 @pytest.mark.parametrize("name", AS_ONE)
 def test_two_processes_train_as_one(name: str, trained: Callable[..., Finished]) -> None:
     topology, settings, tolerances = AS_ONE[name]
-    experts = name == "experts"
-    two = trained(topology, settings, experts=experts)
-    assert_same_curve(two, trained(None, settings, experts=experts), tolerances)
-    if experts:
+    two = trained(topology, settings)
+    lines = re.findall(r"rank \d waits for all 2 ranks at 127\.0\.0\.1:\d+$", two.out, re.MULTILINE)
+    assert sorted(line[:6] for line in lines) == ["rank 0", "rank 1"]
+    assert_same_curve(two, trained(None, settings), tolerances)
+    if name == "experts":
         products = [row for row in two.audit()["products"] if ".experts." in row["name"]]
         assert {row["effective"] for row in products} == {"current"}
 
 
-@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
-def test_two_processes_pass_parity_and_export_their_weights(
-    topology: str, trained: Callable[..., Finished], tmp_path: Path
-) -> None:
-    two = trained(topology, ("parity=on", "train.steps=2"))
-    assert two.audit()["parity"]["failures"] == []
-    assert main(["export", str(two.run_dir), "--out", str(tmp_path / "out")]) == 0
-    exported = tensors_of(tmp_path / "out")
-    final = tensors_of(two.run_dir / "final")
-    assert exported.keys() == final.keys()
-    assert all(torch.equal(exported[name], final[name]) for name in final)
-    lines = re.findall(r"rank \d waits for all 2 ranks at 127\.0\.0\.1:\d+$", two.out, re.MULTILINE)
-    assert sorted(line[:6] for line in lines) == ["rank 0", "rank 1"]
-
-
 # The second run has 3 processes for 8 microbatches of one pack, so one of them is empty.
-@pytest.mark.parametrize(("topology", "processes"), [("fsdp2", 1), (None, 3)])
+@pytest.mark.parametrize(
+    ("topology", "settings", "options"),
+    [
+        ("fsdp2", (), {}),
+        (None, ("batch.microbatch=1",), {"topology": "ddp", "processes": 3}),
+    ],
+)
 def test_another_number_of_processes_resumes_a_run(
     topology: str | None,
-    processes: int,
+    settings: tuple[str, ...],
+    options: dict[str, Any],
     trained: Callable[..., Finished],
     start_here: Callable,
-    start_as_ranks: Callable,
     recipe_in: Callable,
     tmp_path: Path,
 ) -> None:
-    run = trained(topology)
+    run = trained(topology, CHECKED)
     copy = shutil.copytree(run.run_dir, tmp_path / "copy")
     shutil.rmtree(copy / "final")
     shutil.rmtree(copy / "checkpoints" / "step-00000008")
-    recipe = recipe_in(copy)
-    if processes == 1:
-        resumed = start_here(recipe, tmp_path)
-    else:
-        options = {"launch": launch_of("ddp"), "processes": processes}
-        resumed = start_as_ranks(recipe, tmp_path, "batch.microbatch=1", **options)
-    assert resumed.status == 0, resumed.output
+    resumed = start_here(recipe_in(copy), tmp_path, *settings, **options).done()
     assert resumed.losses()[:4] == run.losses()[:4], resumed.output
-    assert_same_curve(resumed, trained(), EXACT_CURVE)
-
-
-def packs_of_two_tokens() -> list[Pack]:
-    """Return packs whose documents have the same two tokens.
-
-    Products of two values in MXFP8 fit into BF16, and so do sums of equal products.
-    """
-    tokens = np.tile(np.array([3, 5], dtype=np.uint32), PACK_LENGTH // 2)
-    return [Pack(tokens, np.full(PACK_LENGTH // 2, 2, dtype=np.int32))] * 8
-
-
-def packs_of_one_label() -> list[Pack]:
-    """Return packs of which one has labels. A product in BF16 returns BF16 values."""
-    draw = np.random.default_rng(0)
-    lengths = np.array([PACK_LENGTH], dtype=np.int32)
-    return [
-        Pack(
-            draw.integers(VOCABULARY, size=PACK_LENGTH, dtype=np.uint32),
-            lengths,
-            np.full(PACK_LENGTH, number == 0),
-        )
-        for number in range(8)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("packs", "settings"),
-    [
-        (packs_of_two_tokens, ("precision=mxfp8", "fp8_config.on_unsupported=emulate")),
-        (packs_of_one_label, ("precision=bf16", "batch.microbatch=1")),
-    ],
-)
-def test_gradients_that_fit_into_bf16_are_not_taken_for_rounded_ones(
-    packs: Callable[[], list[Pack]],
-    settings: tuple[str, ...],
-    start_as_ranks: Callable,
-    recipe_in: Callable,
-    tmp_path: Path,
-) -> None:
-    recipe = recipe_in(tmp_path / "run") | {"train": {"steps": 2}, "evaluate": {}}
-    recipe["model"]["config"] |= {"hidden_size": 64, "head_dim": 16}
-    options = {"settings": {}, "statistics": {}, "tokenizer": None}
-    arrow.write_packs(tmp_path / "packs", PACK_LENGTH, {"train": [packs()]}, **options)
-    recipe["data"]["packs"] = str(tmp_path / "packs")
-    run = start_as_ranks(recipe, tmp_path, *settings, launch=launch_of("fsdp2"))
-    assert run.status == 0, run.output
+    assert_same_curve(resumed, trained(None, CHECKED), EXACT_CURVE)

@@ -21,12 +21,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.units import GIB
 from packing.batch import StepBatches
 from pretrain.metrics.console import Console
-from pretrain.model import graphs, packed, sharding
+from pretrain.model import graphs, sharding
 from pretrain.model.distributed import complete_topology, shard
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.graphs import MicrobatchGraphs
@@ -168,23 +167,6 @@ def train_fused(accelerator: Accelerator, references: Path) -> list[Tensor]:
         return [loss, *(local_part(parameter.grad) for parameter in packed.parameters())]
 
 
-def error_of_a_read(accelerator: Accelerator) -> str:
-    """Return the error of a product whose codes are lost when its weight has been freed."""
-    run = build_run(accelerator, "current", layers=1)
-
-    def compute(model: Any, accelerator: Accelerator, *arguments: Any) -> Tensor:
-        if not model.context.first_microbatch:
-            model.context.forget()
-        return compute_microbatch(model, accelerator, *arguments)
-
-    try:
-        with overridden(packed, compute_microbatch=compute):
-            forward_backward(run.model, run.step, accelerator)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def train_with_graphs(accelerator: Accelerator) -> None:
     """Compare three steps with and without graphs, which give the same losses and gradients."""
     seen: list[list[Tensor]] = [[], []]
@@ -254,28 +236,6 @@ def profile_a_step(accelerator: Accelerator, folder: Path) -> None:
     assert (folder / TABLE_FILE).exists() == accelerator.is_main_process
 
 
-def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
-    """Return the errors of the audit: without a fault, and with gradients that FSDP2 rounds."""
-    reduce = _fsdp_param_group.foreach_reduce
-
-    def rounding_before(params: Any, gradients: list[Tensor], *arguments: Any) -> Any:
-        return reduce(params, [part.bfloat16().float() for part in gradients], *arguments)
-
-    def rounding_after(*arguments: Any) -> Any:
-        return reduce(*arguments[:5], torch.bfloat16, *arguments[6:])
-
-    errors = []
-    for fault in (reduce, rounding_before, rounding_after):
-        run = build_run(accelerator, **RUNS["tied"], layers=1)
-        with overridden(_fsdp_param_group, foreach_reduce=fault):
-            try:
-                run.audit()
-                errors.append("")
-            except InputError as error:
-                errors.append(str(error))
-    return errors
-
-
 def main() -> None:
     """Print the collectives of a run, and the number of tensors that differ if none is freed."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
@@ -284,15 +244,6 @@ def main() -> None:
         expected, _ = train(accelerator, RUNS[sys.argv[1]])
     found["differ"] = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
-    accelerator.end_training()
-
-
-def main_errors() -> None:
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    assert "reads a gathered weight that was freed" in error_of_a_read(accelerator)
-    correct, *rounded = errors_of_rounded_sums(accelerator)
-    assert correct == ""
-    assert all("rounds the gradients of" in error for error in rounded)
     accelerator.end_training()
 
 
@@ -356,10 +307,6 @@ def test_quantized_weights_are_gathered_once_a_step(
     assert found["differ"] == 0
     if name == "tied":
         assert found["resident"] == RESIDENT
-
-
-def test_freed_weights_and_rounded_gradients_are_errors(tmp_path: Path) -> None:
-    start(main_errors, "fsdp2", tmp_path)
 
 
 def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> None:
