@@ -13,7 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,6 +306,16 @@ class Finished:
         return json.loads((self.run_dir / "audit.json").read_text())
 
 
+def run_command(
+    command: Sequence[str] | str, status: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository's root folder, and check its exit status."""
+    captured = {"cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run(command, **captured | options)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
@@ -336,45 +346,8 @@ def flip(path: Path, position: int = -1) -> None:
 
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
     """Return the run folder, which a command-line argument may override."""
-    named = (
-        argument.removeprefix("run_dir=")
-        for argument in arguments
-        if argument.startswith("run_dir=")
-    )
-    return Path(next(named, recipe["run_dir"]))
-
-
-@pytest.fixture(scope="session")
-def start_in_processes() -> Callable[..., Finished]:
-    """Function that writes `recipe` into `folder` and trains it in a separate process.
-
-    With `launch`, `accelerate launch` starts the processes with these options. Further keywords
-    are environment variables.
-    """
-
-    def run(
-        recipe: dict[str, Any],
-        folder: Path,
-        *arguments: str,
-        launch: list[str] | None = None,
-        **environment: str,
-    ) -> Finished:
-        accelerate = [] if launch is None else ["-m", "accelerate.commands.launch", *launch]
-        command = [
-            sys.executable,
-            *accelerate,
-            "train_accelerate.py",
-            str(write_recipe(recipe, folder)),
-            *arguments,
-        ]
-        clean = {
-            key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")
-        }
-        environment = clean | {"OMP_NUM_THREADS": "1"} | environment
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
-
-    return run
+    overrides = dict(argument.partition("=")[::2] for argument in arguments)
+    return Path(overrides.get("run_dir", recipe["run_dir"]))
 
 
 @pytest.fixture(scope="session")
@@ -418,7 +391,7 @@ def start_here() -> Callable[..., Finished]:
             patch.setenv("ACCELERATE_USE_CPU", "true")
             # accelerate keeps its state in the process.
             AcceleratorState._reset_state(reset_partial_state=True)
-            # Sum in the same order as the processes of `start_in_processes`.
+            # Sum in the same order as processes of a launcher.
             torch.set_num_threads(1)
             logging.getLogger().addHandler(warnings)
             try:
@@ -442,13 +415,23 @@ def start_here() -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def train(
-    start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
-) -> Callable[..., Finished]:
-    """Function that runs the launcher as a user does, on `small_recipe` or another recipe."""
-    return lambda *arguments, recipe=None, **options: start_in_processes(
-        recipe or small_recipe, tmp_path, *arguments, **options
-    )
+def train(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+    """Function that trains as a user does, by `accelerate launch` with the options `launch`."""
+
+    def run(
+        *arguments: str,
+        launch: list[str],
+        recipe: dict[str, Any] = small_recipe,
+        env: Mapping[str, str] | None = None,
+    ) -> Finished:
+        script = ["train_accelerate.py", str(write_recipe(recipe, tmp_path)), *arguments]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, *script]
+        env = env or {key: os.environ[key] for key in os.environ if key[:10] != "ACCELERATE"}
+        env = {"OMP_NUM_THREADS": "1", **env}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
+
+    return run
 
 
 @dataclass

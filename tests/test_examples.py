@@ -6,15 +6,14 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT, run_command
 from tests.forked_commands import forking
 
-ROOT = Path(__file__).parents[1]
 # Script that starts a new Python, as a user does.
 STARTED = "minimal.py"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is_file())
@@ -54,15 +53,8 @@ def run(path: Path, folder: Path) -> str:
         (folder / "example.py").write_text(code, encoding="utf-8")
         command = f"python {folder / 'example.py'}"
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=ROOT,
-        env={"HOME": str(folder), "PATH": search} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    environment |= {"HOME": str(folder), "PATH": search}
+    done = run_command(command, shell=True, env=environment)
     assert "Warning" not in done.stderr
     return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from pretrain import __version__
 from pretrain.__main__ import COMMANDS
+from tests.conftest import ROOT, run_command
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("foundation", "packing", "pretrain", "lab", "accelerate_configs")
 
 
@@ -29,39 +28,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = "-m pip --disable-pip-version-check --quiet install --no-deps --no-index"
     options = ["--no-build-isolation", "--no-compile", "--target", str(target), "."]
     command = [sys.executable, *pip.split(), *options]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_command(command, cwd=source)
     return target
 
 
 def test_one_command_has_all_commands_and_runs_them_from_anywhere(
     installed: Path, small_packs: Path, tmp_path: Path
 ):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, status: int = 0) -> str:
         command = [sys.executable, "-m", "pretrain", *arguments]
         environment = os.environ | {"PYTHONPATH": str(installed)}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = run_command(command, status, cwd=tmp_path, env=environment)
+        return done.stderr if status else done.stdout
 
     usage = run("--help")
-    assert usage.returncode == 0
-    assert "usage: python -m pretrain COMMAND" in usage.stdout
-    assert all(f"\n  {name} " in usage.stdout for name in COMMANDS)
-    inspected = run("inspect", str(small_packs))
-    assert inspected.returncode == 0, inspected.stderr
-    assert "120 packs" in inspected.stdout, inspected.stderr
-    refused = run("report", "nothing")
-    assert refused.returncode == 2
-    assert refused.stderr.count("error: ") == 1
-    assert "nothing" in refused.stderr
+    assert "usage: python -m pretrain COMMAND" in usage
+    assert all(f"\n  {name} " in usage for name in COMMANDS)
+    assert "120 packs" in run("inspect", str(small_packs))
+    refused = run("report", "nothing", status=2)
+    assert refused.count("error: ") == 1 and "nothing" in refused
     assert (installed / "train_accelerate.py").is_file(), "`train` and a matrix start this file"
     (tmp_path / "my.yaml").write_text(
         f"name: my\nmodel: {{source: m}}\ndata: {{packs: {small_packs}}}\ntrain: {{steps: 1}}\n"
     )
-    refused = run("train", "my.yaml", "--config", "nowhere")
-    assert "bf16, cpu, ddp," in refused.stderr, "the installed accelerate configurations"
-    assert run("--version").stdout == f"low-precision-pretraining {__version__}\n"
+    refused = run("train", "my.yaml", "--config", "nowhere", status=2)
+    assert "bf16, cpu, ddp," in refused, "the installed accelerate configurations"
+    assert run("--version") == f"low-precision-pretraining {__version__}\n"
     assert (installed / f"low_precision_pretraining-{__version__}.dist-info").is_dir()
     files = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.*")]
     expected = [file for file in files if "__pycache__" not in file.parts]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import run_command
 
 INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
 
@@ -32,10 +31,7 @@ def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references(options:
     pytest.importorskip("triton", minversion="3.9", reason=reason)
     command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:xdist", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    finished = run_command(command, env=environment, timeout=600)
     for file in options:
         if file.endswith(".py"):
             passed = rf"^{re.escape(file)}::.* PASSED"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -17,8 +16,8 @@ from packaging.specifiers import SpecifierSet
 
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
+from tests.conftest import ROOT, run_command
 
-ROOT = Path(__file__).parents[1]
 PRODUCT = ("foundation", "packing", "pretrain", "lab", "demo", "benchmarks", "examples")
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 MAX_STATEMENTS = 350  # of a file
@@ -299,13 +298,7 @@ def test_settings_packing_and_compare_import_no_torch():
     """
     modules = {name for name, path in MODULES.items() if package_of(path) in PACKAGES_WITHOUT_TORCH}
     names = sorted((modules | MODULES_WITHOUT_TORCH) - MODULES_WITH_TORCH)
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_WITHOUT_TORCH, *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_command([sys.executable, "-c", IMPORT_WITHOUT_TORCH, *names])
 
 
 # `tokenizers` raises plain Exception. Code may catch it if it raises every subclass again at once.

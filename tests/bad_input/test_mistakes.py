@@ -9,13 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.__main__ import COMMANDS as ALL
 from pretrain.settings import commands
-from tests.conftest import ROOT
+from tests.conftest import Trainer, run_command
 
 EMULATED = "precision=delayed fp8_config.backend=emulation"
 # Arguments that override a correct recipe, and words of the expected message.
@@ -290,15 +289,15 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Callable[..., str]:
-    """Function that runs the launcher on `small_recipe`, and returns the message of the refusal.
+def refusal(train_here: Trainer) -> Callable[..., str]:
+    """Function that runs the launcher, and returns the message of the refusal.
 
     It asserts that no run folder was made.
     """
 
     def run(*arguments: str) -> str:
         message = train_here(*arguments).refusal
-        assert not Path(small_recipe["run_dir"]).exists()
+        assert not train_here.run_dir.exists()
         return message
 
     return run
@@ -354,7 +353,7 @@ def test_text_that_gives_no_packs_is_named(
     here: Path,
     words: Path,
     refusal: Callable,
-    small_recipe: dict[str, Any],
+    train_here: Trainer,
 ) -> None:
     (here / "text.jsonl").write_text(content)
     packs = here / "prepared" / "packs"
@@ -364,7 +363,7 @@ def test_text_that_gives_no_packs_is_named(
         "packs": str(packs),
         "held_out": 0.2,
     }
-    small_recipe["data"] |= data
+    train_here.recipe["data"] |= data
     given = given.replace("{here}", str(here))
     if given.count("=") > 1:
         arguments = shlex.split(given)
@@ -390,15 +389,8 @@ for line in json.load(sys.stdin):
     answers.append((line, status, err.getvalue(), "torch" in sys.modules))
 print(json.dumps(answers))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps([*lines]),
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = run_command([sys.executable, "-c", code], input=json.dumps([*lines]), env=offline)
     for line, status, message, has_torch in json.loads(done.stdout):
         assert lines[line].replace("{here}", str(here)) in message, (line, message)
         assert status == 2 and message.count("error: ") == 1, line

@@ -97,15 +97,12 @@ def test_a_run_computes_what_it_did(
 
 @pytest.mark.nightly
 def test_accelerate_launch_of_ddp_computes_what_it_did(
-    folder: Path, start_in_processes: Callable, compare: Callable
+    folder: Path, train: Callable, compare: Callable
 ) -> None:
     """The command is README's command for DDP."""
     run_dir = folder / "launched" / "run"
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
     recipe = recipe_of(RUNS["ddp"], folder, run_dir)
     environment = forking() | {"ACCELERATE_USE_CPU": "true"}
-    outcome = start_in_processes(
-        recipe, folder / "launched", *RUNS["ddp"].settings, launch=launch, **environment
-    )
-    assert outcome.status == 0, outcome.output
+    train(*RUNS["ddp"].settings, recipe=recipe, launch=launch, env=environment).done()
     compare("ddp", results_of(RUNS["ddp"], run_dir))

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
+from tests.launcher.test_matrix_run import Matrix
 from tests.moments import WAIT_IN_SAVING
-
-CLUSTER = ROOT / "cluster"
 
 # Starts its command once per node in a separate process group, and signals whole groups, as
 # slurmstepd may.
@@ -84,10 +82,9 @@ class Job:
             "VIRTUAL_ENV": sys.prefix,
             "ACCELERATE_USE_CPU": "true",
         }
-        command = ["bash", str(CLUSTER / script), *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command,
+                ["bash", str(ROOT / "cluster" / script), *arguments],
                 env=environment | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -120,8 +117,7 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
     first.wait_for(lambda: "SIGUSR1: finishing this step" in first.log.read_text())
     (tmp_path / "go_on").touch()
     assert first.process.wait() == 0, first.log.read_text()
-    job = f"requeue {os.getpid()}\n"
-    assert first.scontrol.read_text() == job
+    assert first.scontrol.read_text() == f"requeue {os.getpid()}\n"
     assert "2 x CPU" in first.log.read_text()
     older, *_, newest = steps_saved(Path(small_recipe["run_dir"]))
     # Training continues while step 4 is written, so the signal comes in one of the next steps.
@@ -132,21 +128,12 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
 def test_a_job_of_an_array_trains_one_cell_of_a_matrix(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    del small_recipe["run_dir"]
-    recipe = small_recipe | {"evaluate": {}, "precision": "fp32", "checkpoint": {"at_end": False}}
-    matrix = {
-        "name": "seeds",
-        "recipe": str(write_recipe(recipe, tmp_path)),
-        "accelerate": "accelerate_configs/cpu.yaml",
-        "run_dir": str(tmp_path / "{cell}"),
-        "cells": {"one": {"seed": 1}, "two": {"seed": 2}},
-    }
-    file = tmp_path / "matrix.yaml"
-    file.write_text(yaml.safe_dump(matrix))
-    variables = {"MATRIX": str(file), "SLURM_ARRAY_JOB_ID": "7"}
+    matrix = Matrix(small_recipe | {"checkpoint": {"at_end": False}}, tmp_path, "fp32", "bf16")
+    variables = {"MATRIX": str(matrix.path), "SLURM_ARRAY_JOB_ID": "7"}
     job = Job(tmp_path, "matrix.sbatch", "train.steps=3", SLURM_ARRAY_TASK_ID="1", **variables)
     assert job.process.wait() == 0, job.log.read_text()
-    assert (tmp_path / "two" / "summary.json").exists() and not (tmp_path / "one").exists()
+    first, second = matrix.cells
+    assert (second / "summary.json").exists() and not first.exists()
     job = Job(tmp_path, "matrix.sbatch", SLURM_ARRAY_TASK_ID="2", **variables)
     assert job.process.wait() != 0 and "no cell with this number" in job.log.read_text()
 

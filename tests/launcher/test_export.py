@@ -80,19 +80,8 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(exact: Path, export
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [60, 59]
 
 
-def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsys: Any) -> None:
-    checkpoint = exact / "checkpoints" / "step-00000004"
-    for name, options in (("bf16", ()), ("fp32", ("--dtype", "fp32"))):
-        status, _ = command(capsys, "export", checkpoint, "--out", tmp_path / name, *options)
-        assert status == 0
-    bf16 = loaded(tmp_path / "bf16")
-    fp32 = loaded(tmp_path / "fp32")
-    assert all(torch.allclose(fp32[name], bf16[name].float(), rtol=2**-8, atol=0) for name in bf16)
-    assert any((weight != weight.bfloat16()).any() for weight in fp32.values())
-
-
-def test_merge_exports_the_mean_of_the_last_checkpoints(
-    exact: Path, tmp_path: Path, capsys: Any
+def test_merge_exports_the_mean_of_the_exact_weights_of_the_last_checkpoints(
+    exact: Path, exported: Path, tmp_path: Path, capsys: Any
 ) -> None:
     def export(source: Path, out: str, *options: object) -> tuple[int, str]:
         return command(capsys, "export", source, "--out", tmp_path / out, *options)
@@ -102,6 +91,9 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
         source = checkpoints / f"step-{step:08}"
         assert export(source, str(step), "--dtype", "fp32")[0] == 0
     four, eight = (loaded(tmp_path / name) for name in ("4", "8"))
+    for name, weight in loaded(exported).items():
+        assert torch.allclose(eight[name], weight.float(), rtol=2**-8, atol=0)
+    assert any((weight != weight.bfloat16()).any() for weight in eight.values())
     (link := checkpoints / "newest").symlink_to("step-00000008")
     text = "mean weights of the checkpoints of steps 8, 4; the losses are those of the run"
     for source, dtype, options in (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
-from tests.conftest import BLOCK_LENGTH, in_low_precision
+from tests.conftest import BLOCK_LENGTH, in_low_precision, run_command
 from tests.forked_commands import forking
 
 # The first tests of the suite run in one worker, so that they share the trained models.
@@ -279,13 +278,8 @@ def test_compressed_tensors_decompresses_our_weights(
     names = [precision for precision in PRECISIONS if precision != "block"]
     outputs = {str(exported(name).folder): str(tmp_path / f"{name}.pt") for name in names}
     (script := tmp_path / "read.py").write_text(READ)
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(outputs)],
-        env=forking() | {"FORKED_SCRIPTS": script.name},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, str(script), json.dumps(outputs)]
+    run_command(command, env=forking() | {"FORKED_SCRIPTS": script.name}, cwd=None)
     for name in names:
         run = exported(name)
         expected = run.dequantized()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,7 +16,7 @@ from packing.records import Records
 from packing.settings import DataSettings
 from packing.sources import open_source
 from pretrain.__main__ import main
-from tests.conftest import ROOT, write_recipe
+from tests.conftest import ROOT, run_command, write_recipe
 from tests.forked_commands import forking
 
 PACKAGES = ("datasets", "plotly", "wandb")
@@ -59,14 +58,8 @@ def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_
     hidden = "".join(f"sys.modules[{name!r}] = None\n" for name in PACKAGES)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{hidden}")
     recipe = write_recipe(small_recipe | {"precision": "fp32"}, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "train_accelerate.py", str(recipe)],
-        cwd=ROOT,
-        env=forking(tmp_path) | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "train_accelerate.py", str(recipe)]
+    run_command(command, env=forking(tmp_path) | {"ACCELERATE_USE_CPU": "true"})
     assert (Path(small_recipe["run_dir"]) / "summary.json").exists()
 
 
@@ -75,14 +68,8 @@ def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) ->
     """The command is a real process."""
     generated_packs.write(tmp_path / "packs", 128, 512, 48)
     start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
-    started = subprocess.run(
-        [sys.executable, *start.split(), f"data.packs={tmp_path / 'packs'}"],
-        cwd=ROOT,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-    )
-    assert started.returncode == 0, started.stderr
+    command = [sys.executable, *start.split(), f"data.packs={tmp_path / 'packs'}"]
+    started = run_command(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
     lines = [line for line in started.stderr.splitlines() if line.startswith("import time:")]
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert {"torch", "transformers", "accelerate"} <= imported

@@ -21,7 +21,7 @@ import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from tests.conftest import Finished, write_recipe
+from tests.conftest import Finished, Trainer, contents, write_recipe
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
@@ -78,6 +78,12 @@ def elsewhere(recipe: dict[str, Any], folder: Path, **data: Any) -> dict[str, An
     return recipe | {"data": data, "run_dir": str(folder / "run")}
 
 
+@pytest.fixture
+def train_here(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Trainer:
+    """Function that trains the recipe in this test's folder."""
+    return Trainer(start_here, elsewhere(recipe, tmp_path), tmp_path)
+
+
 def part_folders(packs: Path) -> list[Path]:
     # `os.walk` skips a folder that the packer renames meanwhile. `Path.glob` fails.
     folders = (Path(parent, name) for parent, names, _ in os.walk(packs) for name in names)
@@ -92,29 +98,21 @@ def packer_of(run: LauncherProcess) -> psutil.Process:
     )
 
 
-def waiting_for_packs(
-    recipe: dict[str, Any], folder: Path
-) -> tuple[LauncherProcess, psutil.Process]:
-    """Return a run after its third step, and the process that makes its packs, suspended."""
-    changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
-    recipe = elsewhere(recipe, folder) | changes
-    first_parts = len(part_folders(folder / "packs"))
-    path = str(write_recipe(recipe, folder))
-    run = LauncherProcess([path], folder / "log", Moment("logged", "^3$"))
-    run.wait_until_it_waits()
-    # When a further part exists, the packer has started its tokenizing processes.
-    run.wait_until(lambda: len(part_folders(folder / "packs")) > first_parts)
-    packer = packer_of(run)
-    packer.suspend()
-    run.go_on()
-    return run, packer
-
-
 @pytest.mark.parametrize("packer_dies", [False, True])
 def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
-    packer_dies: bool, recipe: dict[str, Any], tmp_path: Path
+    packer_dies: bool, train_here: Trainer, tmp_path: Path
 ) -> None:
-    run, packer = waiting_for_packs(recipe, tmp_path)
+    changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
+    path = str(write_recipe(train_here.recipe | changes, tmp_path))
+    first_parts = len(part_folders(tmp_path / "packs"))
+    run = LauncherProcess([path], tmp_path / "log", Moment("logged", "^3$"))
+    run.wait_until_it_waits()
+    # When a further part exists, the packer has started its tokenizing processes.
+    run.wait_until(lambda: len(part_folders(tmp_path / "packs")) > first_parts)
+    packer = packer_of(run)
+    # The run waits for packs.
+    packer.suspend()
+    run.go_on()
     if packer_dies:
         packer.kill()
     else:
@@ -126,31 +124,28 @@ def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
     assert output.count("error: ") == packer_dies
     assert "Traceback" not in output
     assert ("signal 9" in output) == packer_dies
-    assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
+    assert steps_saved(train_here.run_dir) == [steps_logged(train_here.run_dir)]
 
 
 def test_a_killed_run_ends_its_packer_and_resumes_exactly(
-    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+    alone: Finished, train_here: Trainer, tmp_path: Path
 ) -> None:
-    recipe = elsewhere(recipe, tmp_path)
     moments = (Moment("logged", "^5$"), Moment("logged", "^20$", SIGKILL))
-    path = str(write_recipe(recipe, tmp_path))
+    path = str(write_recipe(train_here.recipe, tmp_path))
     run = LauncherProcess([path], tmp_path / "log", *moments)
     run.wait_until_it_waits()
     packer = packer_of(run)
     run.go_on()
     assert run.end() == -SIGKILL
     packer.wait(60)  # It raises TimeoutExpired if the packer still runs.
-    resumed = start_here(recipe, tmp_path).done()
+    resumed = train_here().done()
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == alone.losses()
 
 
 def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
-    recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+    train_here: Trainer, tmp_path: Path
 ) -> None:
-    recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
-    packs = tmp_path / "packs"
     metrics = tmp_path / "run" / "metrics.jsonl"
     is_poisoned = False
 
@@ -163,14 +158,15 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
         part_of_checkpoint = [record["part"] for record in records if "part" in record][15]
         assert part_of_checkpoint > 0  # The first part is never deleted.
         end = time.monotonic() + 60
-        while f"part-{part_of_checkpoint:08d}" in {path.name for path in part_folders(packs)}:
+        name = f"part-{part_of_checkpoint:08d}"
+        while name in {path.name for path in part_folders(tmp_path / "packs")}:
             assert time.monotonic() < end
             time.sleep(0.02)
         is_poisoned = True
         return loss * math.inf
 
     with losses_changed(poison):
-        finished = start_here(recipe, tmp_path, "health.on_nan=rollback").done()
+        finished = train_here("health.on_nan=rollback", "checkpoint.every=16").done()
     assert len(finished.losses()) == STEPS, finished.output
     [event] = [record for record in finished.records() if record.get("event") == "rollback"]
     assert event["resumed_from"] == 16
@@ -179,17 +175,14 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
 
 @pytest.mark.multi
 def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
-    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+    alone: Finished, folder: Path, train_here: Trainer, tmp_path: Path
 ) -> None:
-    packs = Path(recipe["data"]["packs"])
-    assert sum(path.stat().st_size for path in packs.rglob("*") if path.is_file()) <= 300_000
-
+    assert sum(map(len, contents(folder / "packs").values())) <= 300_000
     run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
     # Delete two checkpoints, as if the run had been killed earlier.
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
-    recipe = elsewhere(recipe, tmp_path)
-    resumed = start_here(recipe, tmp_path, topology="ddp").done()
+    resumed = train_here(topology="ddp").done()
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(alone.losses(), rel=1e-5)
 
@@ -215,7 +208,7 @@ def test_accepted_changes_read_another_stream_from_its_first_pack(
     recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path) | {"train": {"steps": 4}, "evaluate": {}}
-    assert start_here(recipe, tmp_path).status == 0
+    start_here(recipe, tmp_path).done()
     texts = Path(recipe["data"]["source"]).read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(reversed(texts)))
     changed = {"source": str(tmp_path / "other.jsonl"), "packs": str(tmp_path / "other")}
