@@ -27,8 +27,7 @@ from hypothesis import settings
 from foundation import storage
 from packing import arrow, workers
 from packing.arrow import Pack
-from tests.forked_worker import ForkedWorker
-from tests.moments import start_server
+from tests.moments import ForkedWorker, start_server
 from tests.object_storage import Server, running_server
 
 # No deadlines: the workers share two cores, so the time of one example means nothing. Examples are

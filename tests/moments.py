@@ -84,6 +84,19 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         os._exit(0)
 
 
+class ForkedWorker:
+    """Replacement of `packing.workers.start_worker`, because starting Python takes longer."""
+
+    def __init__(self, descriptor: int) -> None:
+        from packing.workers import serve
+
+        connection = Connection(os.dup(descriptor))
+        process = fork_context.Process(target=serve, args=(connection,), daemon=True)
+        process.start()
+        self.kill = process.kill
+        self.wait = process.join
+
+
 @dataclass(frozen=True)
 class Moment:
     """Moment in which a process waits until the test calls `go_on`, or sends itself `signal`.

@@ -1,18 +1,23 @@
-"""Test the commands that `pip install .` installs, outside of the repository."""
+"""Test the commands that `pip install .` installs, and trainings without optional packages."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.speed import generated_packs
 from pretrain import __version__
 from pretrain.__main__ import COMMANDS
-from tests.conftest import ROOT, run_command
+from tests.conftest import ROOT, run_command, write_recipe
+from tests.forked_commands import forking
 
+OPTIONAL = ("datasets", "plotly", "wandb")
 PACKAGES = ("foundation", "packing", "pretrain", "lab", "accelerate_configs")
 
 
@@ -58,3 +63,33 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
     files = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.*")]
     expected = [file for file in files if "__pycache__" not in file.parts]
     assert [file for file in expected if not (installed / file).exists()] == []
+
+
+def test_the_extras_in_messages_install_these_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [project["optional-dependencies"][name][0] for name in ("hub", "report", "wandb")]
+    assert [extra.partition(">")[0] for extra in extras] == [*OPTIONAL]
+    assert not [text for text in project["dependencies"] if text.startswith(OPTIONAL)]
+
+
+@pytest.mark.long
+def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    hidden = "".join(f"sys.modules[{name!r}] = None\n" for name in OPTIONAL)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n{hidden}")
+    recipe = write_recipe(small_recipe | {"precision": "fp32"}, tmp_path)
+    command = [sys.executable, "train_accelerate.py", str(recipe)]
+    run_command(command, env=forking(tmp_path) | {"ACCELERATE_USE_CPU": "true"})
+    assert (Path(small_recipe["run_dir"]) / "summary.json").exists()
+
+
+@pytest.mark.nightly
+def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
+    """The command is a real process."""
+    generated_packs.write(tmp_path / "packs", 128, 512, 48)
+    start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
+    command = [sys.executable, *start.split(), f"data.packs={tmp_path / 'packs'}"]
+    started = run_command(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
+    lines = [line for line in started.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert {"torch", "transformers", "accelerate"} <= imported
+    assert not imported & {*OPTIONAL, "transformer_engine"}

@@ -14,7 +14,7 @@ import pytest
 
 from pretrain.__main__ import COMMANDS as ALL
 from pretrain.settings import commands
-from tests.conftest import Trainer, run_command
+from tests.conftest import Trainer, contents, run_command
 
 EMULATED = "precision=delayed fp8_config.backend=emulation"
 # Arguments that override a correct recipe, and words of the expected message.
@@ -163,7 +163,10 @@ TEXTS = [
         "data.held_out=0 data.source={here} data.validation.source={here}/text.jsonl",
         "text.jsonl is also used for training",
     ),
+    (DOCUMENT, "data.source=someone/documents", "install this project with its extra `hub`"),
+    (DOCUMENT, "data.packs={here}/model", "{here}/model"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
+    (DOCUMENT, "model.config=null model.source={here}/own", "model.source"),
     (CHAT, "data.messages=[p]", "at least 2 items"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
@@ -215,6 +218,7 @@ COMMANDS = {
     "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
+    "report nowhere --out page.html": "install this project with its extra `report`",
     "matrix {here}/matrix.yaml": "{here}/matrix.yaml: `cells`: Field required",
     "plan {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     **{
@@ -342,11 +346,16 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 97}')
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "model.py").write_text("open(__file__ + '.executed', 'w')\n")
+    auto = {"AutoConfig": "model.Config", "AutoModelForCausalLM": "model.Model"}
+    own = json.dumps({"auto_map": auto, "model_type": "own"})
+    (tmp_path / "own" / "config.json").write_text(own)
     return tmp_path
 
 
 @pytest.mark.parametrize(("content", "given", "named"), TEXTS)
-def test_text_that_gives_no_packs_is_named(
+def test_text_that_gives_no_packs_is_named_and_all_files_stay(
     content: str,
     given: str,
     named: str,
@@ -354,29 +363,29 @@ def test_text_that_gives_no_packs_is_named(
     words: Path,
     refusal: Callable,
     train_here: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (here / "text.jsonl").write_text(content)
-    packs = here / "prepared" / "packs"
-    data = {
-        "source": str(here / "text.jsonl"),
-        "tokenizer": str(words),
-        "packs": str(packs),
-        "held_out": 0.2,
-    }
-    train_here.recipe["data"] |= data
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    source = here / "text.jsonl"
+    source.write_text(content)
+    train_here.recipe["data"] |= {"source": str(source), "tokenizer": str(words)}
+    train_here.recipe["data"] |= {"packs": str(here / "prepared" / "packs"), "held_out": 0.2}
+    before = contents(here)
     given = given.replace("{here}", str(here))
     if given.count("=") > 1:
         arguments = shlex.split(given)
     else:
         arguments = [given] if given else []
-    assert named in refusal(*arguments)
-    assert not packs.exists()
+    assert named.replace("{here}", str(here)) in refusal(*arguments)
+    (here / "recipe.yaml").unlink()
+    assert contents(here) == before
 
 
 def test_what_a_command_cannot_use_is_named_without_torch(here: Path) -> None:
     lines = {given.replace("{here}", str(here)): words for given, words in COMMANDS.items()}
     code = """
 import contextlib, io, json, shlex, sys
+sys.modules["plotly"] = None  # as if the package were not installed
 from pretrain.__main__ import COMMANDS, main
 answers = []
 for command in COMMANDS:

@@ -117,8 +117,8 @@ def test_merge_exports_the_mean_of_the_exact_weights_of_the_last_checkpoints(
 def test_an_export_that_fails_writes_over_nothing_and_leaves_no_files(
     exact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusal(source: Path, out: Path) -> str:
-        status, output = command(capsys, "export", source, "--out", out)
+    def refusal(source: Path, out: Path, *options: object) -> str:
+        status, output = command(capsys, "export", source, "--out", out, *options)
         assert status == 2
         return output
 
@@ -127,9 +127,10 @@ def test_an_export_that_fails_writes_over_nothing_and_leaves_no_files(
     assert str(mine) in refusal(exact, mine)
     assert [*contents(mine)] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
-    for file in (run / "checkpoints").glob("*/model*.safetensors"):
-        flip(file)
-    assert "damaged" in refusal(run, tmp_path / "other")
+    for step, options in (("4", ("--merge", 2)), ("8", ())):
+        for file in (run / "checkpoints").glob(f"*{step}/model*.safetensors"):
+            flip(file)
+        assert "damaged" in refusal(run, tmp_path / "other", *options)
 
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
