@@ -349,6 +349,41 @@ def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
     return Path(overrides.get("run_dir", recipe["run_dir"]))
 
 
+def call_here(main: Callable[[], int], run_dir: Path = Path()) -> Finished:
+    """Call `main` in this process, on its CPU. Its output is not printed."""
+    import torch  # Imported late, because tests of packing do not need it.
+    from accelerate.state import AcceleratorState
+
+    out = io.StringIO()
+    err = io.StringIO()
+    threads = torch.get_num_threads()
+    thresholds = gc.get_threshold()
+    # The launcher adds no handler if logging is set up, as it is under pytest.
+    warnings = logging.StreamHandler(err)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        # accelerate keeps its state in the process.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        # Sum in the same order as processes of a launcher.
+        torch.set_num_threads(1)
+        logging.getLogger().addHandler(warnings)
+        try:
+            status = main()
+        finally:
+            logging.getLogger().removeHandler(warnings)
+            torch.set_num_threads(threads)
+            gc.set_threshold(*thresholds)
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return Finished(status, out.getvalue(), err.getvalue(), run_dir)
+
+
+def command_here(*arguments: object) -> Finished:
+    """Run `python -m pretrain` with `arguments` in this process."""
+    from pretrain.__main__ import main
+
+    return call_here(lambda: main([*map(str, arguments)]))
+
+
 @pytest.fixture(scope="session")
 def start_here() -> Callable[..., Finished]:
     """Function that writes `recipe` into `folder` and trains it in this process, on its CPU.
@@ -358,10 +393,7 @@ def start_here() -> Callable[..., Finished]:
     of an Accelerate configuration as `topology`, it trains in forked ranks, see tests/ranks.py.
     `launch` are further options of `accelerate launch`.
     """
-    import torch  # Imported late, because tests of packing do not need it.
-    from accelerate.state import AcceleratorState
-
-    import train_accelerate
+    import train_accelerate  # imported late, like torch
     from pretrain import __main__ as pretrain
 
     def run(
@@ -379,36 +411,17 @@ def start_here() -> Callable[..., Finished]:
 
             launch = ["--config_file", f"accelerate_configs/{topology}.yaml", *launch]
             return Finished(*start_ranks(arguments, launch, folder, **options), run_dir)
-        out = io.StringIO()
-        err = io.StringIO()
-        threads = torch.get_num_threads()
-        thresholds = gc.get_threshold()
-        # The launcher adds no handler if logging is set up, as it is under pytest.
-        warnings = logging.StreamHandler(err)
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        if "evaluate" in arguments:
+            arguments.remove("evaluate")
+            return call_here(lambda: pretrain.main(["evaluate", *arguments]), run_dir)
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setenv("ACCELERATE_USE_CPU", "true")
-            # accelerate keeps its state in the process.
-            AcceleratorState._reset_state(reset_partial_state=True)
-            # Sum in the same order as processes of a launcher.
-            torch.set_num_threads(1)
-            logging.getLogger().addHandler(warnings)
-            try:
-                if "evaluate" in arguments:
-                    arguments.remove("evaluate")
-                    status = pretrain.main(["evaluate", *arguments])
-                else:
-                    status = train_accelerate.main()
-            finally:
-                logging.getLogger().removeHandler(warnings)
-                torch.set_num_threads(threads)
-                gc.set_threshold(*thresholds)
-                AcceleratorState._reset_state(reset_partial_state=True)
-        if status == 0:
+            finished = call_here(train_accelerate.main, run_dir)
+        if finished.status == 0:
             # A run collects its garbage at the end. Exclude the remaining objects from later
             # collections.
             gc.freeze()
-        return Finished(status, out.getvalue(), err.getvalue(), run_dir)
+        return finished
 
     return run
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
 LENGTH = 128
@@ -133,17 +134,10 @@ def write_sources(folder: Path) -> None:
     vocabulary = {
         word: number for number, word in enumerate([*special, "user", "assistant", "[UNK]", *WORDS])
     }
-    added = [
-        {"id": number, "content": word, "special": True} for number, word in enumerate(special)
-    ]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [token | flags for token in added],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def data_of(kind: str, folder: Path) -> dict[str, Any]:

@@ -16,9 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from pretrain.__main__ import main
-from tests.conftest import ROOT, Trainer, contents, flip
+from tests.conftest import ROOT, Finished, Trainer, command_here, contents, flip
 from tests.golden.runs import tensors_of
+
+
+def export(source: Path, out: Path, *options: object) -> Finished:
+    return command_here("export", source, "--out", out, *options)
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +53,13 @@ def exported(exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the export of the run."""
     out = tmp_path_factory.mktemp("exported") / "out"
     before = contents(exact)
-    assert main(["export", str(exact), "--out", str(out)]) == 0
+    export(exact, out).done()
     assert contents(exact) == before
     return out
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
-
-
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    status = main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
 
 
 def test_an_export_has_the_stored_weights_tokenizer_and_card(exact: Path, exported: Path) -> None:
@@ -81,15 +78,11 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(exact: Path, export
 
 
 def test_merge_exports_the_mean_of_the_exact_weights_of_the_last_checkpoints(
-    exact: Path, exported: Path, tmp_path: Path, capsys: Any
+    exact: Path, exported: Path, tmp_path: Path
 ) -> None:
-    def export(source: Path, out: str, *options: object) -> tuple[int, str]:
-        return command(capsys, "export", source, "--out", tmp_path / out, *options)
-
     checkpoints = exact / "checkpoints"
     for step in (4, 8):
-        source = checkpoints / f"step-{step:08}"
-        assert export(source, str(step), "--dtype", "fp32")[0] == 0
+        export(checkpoints / f"step-{step:08}", tmp_path / str(step), "--dtype", "fp32").done()
     four, eight = (loaded(tmp_path / name) for name in ("4", "8"))
     for name, weight in loaded(exported).items():
         assert torch.allclose(eight[name], weight.float(), rtol=2**-8, atol=0)
@@ -100,68 +93,59 @@ def test_merge_exports_the_mean_of_the_exact_weights_of_the_last_checkpoints(
         (link, torch.float32, ("--dtype", "fp32")),
         (exact, torch.bfloat16, ()),
     ):
-        status, output = export(source, str(dtype), "--merge", 2, *options)
-        assert status == 0 and text in output, output
+        assert text in export(source, tmp_path / str(dtype), "--merge", 2, *options).done().out
         for name, weight in loaded(tmp_path / str(dtype)).items():
             mean = (four[name].double() + eight[name].double()) / 2
             assert torch.equal(weight, mean.float().to(dtype)), name
     link.unlink()
     assert f"| merged | {text} |" in (tmp_path / str(dtype) / "README.md").read_text()
     for source, number in ((exact, 3), (checkpoints / "step-00000004", 2)):
-        status, output = export(source, "none", "--merge", number)
-        assert status == 2
-        assert f" can be merged instead of {number}, " in output and "checkpoint.keep" in output
+        refusal = export(source, tmp_path / "none", "--merge", number).refusal
+        assert f" can be merged instead of {number}, " in refusal and "checkpoint.keep" in refusal
         assert not (tmp_path / "none").exists()
 
 
 def test_an_export_that_fails_writes_over_nothing_and_leaves_no_files(
-    exact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusal(source: Path, out: Path, *options: object) -> str:
-        status, output = command(capsys, "export", source, "--out", out, *options)
-        assert status == 2
-        return output
-
     (mine := tmp_path / "mine").mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    assert str(mine) in refusal(exact, mine)
+    assert str(mine) in export(exact, mine).refusal
     assert [*contents(mine)] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
     for step, options in (("4", ("--merge", 2)), ("8", ())):
         for file in (run / "checkpoints").glob(f"*{step}/model*.safetensors"):
             flip(file)
-        assert "damaged" in refusal(run, tmp_path / "other", *options)
+        assert "damaged" in export(run, tmp_path / "other", *options).refusal
 
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("foundation.files.fsync_tree", full)
-    assert "No space left" in refusal(exact, tmp_path / "other")
+    assert "No space left" in export(exact, tmp_path / "other").refusal
     assert {*tmp_path.iterdir()} == {mine, run}
 
 
 def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
-    exported: Path, tmp_path: Path, capsys: Any
+    exported: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(exported, tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
 
-    def sample(**changes: Any) -> tuple[int, str]:
+    def sample(**changes: Any) -> Finished:
         (out / "config.json").write_text(json.dumps(config | changes))
-        return command(capsys, "sample", out, "w1", "--tokens", 2)
+        return command_here("sample", out, "w1", "--tokens", 2)
 
-    assert sample(attn_implementation="kernels-community/flash-attn2")[0] == 0
-    status, output = sample(model_type="unknown", auto_map={"AutoConfig": "code.Config"})
-    assert status == 2
-    assert f"{out} requires Python code" in output
+    sample(attn_implementation="kernels-community/flash-attn2").done()
+    refusal = sample(model_type="unknown", auto_map={"AutoConfig": "code.Config"}).refusal
+    assert f"{out} requires Python code" in refusal
 
 
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
-    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample = ("sample", exported, "w3", "w1 w2", "--tokens", 8)
-    texts = [command(capsys, *sample, "--seed", seed) for seed in (1, 2, 1)]
-    assert [status for status, _ in texts] == [0] * 3
+    texts = [command_here(*sample, "--seed", seed).done().out for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
     monkeypatch.chdir(exported)
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
@@ -193,6 +177,13 @@ def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
     second = train_here(*settings, *from_export, packs, f"run_dir={tmp_path / 'next'}").done()
     folders = (tmp_path / "tokenizer", first.run_dir / "final", second.run_dir / "final")
     assert len({load_tokenizer(str(folder)).fingerprint for folder in folders}) == 1
+    # A tokenizer that is no longer that of the training is not exported.
+    for folder in ("packs", "tokenizer"):
+        shutil.rmtree(tmp_path / folder)
+    save_tokenizer(train_tokenizer(["three 678 four"] * 9, 300), tmp_path / "tokenizer")
+    finished = export(first.run_dir, tmp_path / "out").done()
+    assert "has changed since the training" in finished.out
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_harness_adds_no_bos_that_packs_lack(

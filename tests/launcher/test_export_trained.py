@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
-from tests.conftest import BLOCK_LENGTH, in_low_precision, run_command
+from tests.conftest import BLOCK_LENGTH, Finished, command_here, in_low_precision, run_command
 from tests.forked_commands import forking
 
 # The first tests of the suite run in one worker, so that they share the trained models.
@@ -130,6 +129,10 @@ def recipe_of(recipe_for: Callable, packs: Path, run_dir: Path, **changes: Any) 
     return recipe | short | {"evaluate": {}, "log": {}} | changes
 
 
+def export_as_trained(source: Path, out: Path, *options: str) -> Finished:
+    return command_here("export", source, "--out", out, "--precision", "trained", *options)
+
+
 @pytest.fixture(scope="module")
 def exported(
     start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path_factory: Any
@@ -156,7 +159,7 @@ def exported(
             patch.setattr(EmulatedGemm, "quantize", recorded)
             run = start_here(recipe, folder).done()
         out = folder / "out"
-        assert main(["export", str(run.run_dir), "--precision", "trained", "--out", str(out)]) == 0
+        export_as_trained(run.run_dir, out).done()
         return Exported(run.run_dir, out, operands)
 
     return lambda precision, weights="bf16_exact", scope="linear": export(precision, weights, scope)
@@ -243,7 +246,7 @@ def test_a_round_trip_without_updates_changes_no_value(
     final = json.loads((run.run_dir / "final" / "config.json").read_text())
     assert "quantization_config" not in final
     out = tmp_path / "out"
-    assert main(["export", str(run.run_dir), "--precision", "trained", "--out", str(out)]) == 0
+    export_as_trained(run.run_dir, out).done()
     before, after = (load_file(folder / "model.safetensors") for folder in (source.folder, out))
     assert before.keys() == after.keys()
     quantized = {linear: decode(source.folder, linear)[0] for linear in source.linears}
@@ -292,54 +295,41 @@ def test_compressed_tensors_decompresses_our_weights(
 
 
 def test_sample_reads_block_fp8_and_names_the_package_of_other_layouts(
-    exported: Callable[..., Exported], words: Path, tmp_path: Path, capsys: Any
+    exported: Callable[..., Exported], words: Path, tmp_path: Path
 ) -> None:
     for name in ("block", "nvfp4"):
         shutil.copytree(exported(name).folder, tmp_path / name)
         shutil.copytree(words, tmp_path / name, dirs_exist_ok=True)
-    assert main(["sample", str(tmp_path / "block"), "w1 w2", "--tokens", "4"]) == 0
-    capsys.readouterr()
-    assert main(["sample", str(tmp_path / "nvfp4"), "w1 w2"]) == 2
-    assert "compressed-tensors" in capsys.readouterr().err
+    command_here("sample", tmp_path / "block", "w1 w2", "--tokens", 4).done()
+    assert "compressed-tensors" in command_here("sample", tmp_path / "nvfp4", "w1 w2").err
 
 
 # ── Refusals ──
 
 
-def refusal(capsys: pytest.CaptureFixture[str], source: Path, *options: object) -> str:
-    status = main(["export", str(source), "--precision", "trained", *map(str, options)])
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.err.startswith("error: --")
-    return captured.err
-
-
 def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
-    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path, capsys: Any
+    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path
 ) -> None:
     phases = [{"until": 2, "use": "current"}, {"use": "bf16"}]
     changes = {"precision": phases, "train": {"steps": 3}, "checkpoint": {"every": 1}}
     recipe = recipe_of(recipe_for, block_packs, tmp_path / "run", **changes)
-    assert start_here(recipe, tmp_path).status == 0
-    capsys.readouterr()
+    run = start_here(recipe, tmp_path).done()
     out = tmp_path / "out"
-    assert "are not quantized (bf16); omit --precision" in refusal(
-        capsys, tmp_path / "run", "--out", out
-    )
+    refusal = export_as_trained(run.run_dir, out).refusal
+    assert refusal.startswith("--precision") and "are not quantized (bf16); omit" in refusal
     assert not out.exists()
-    low = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert "--dtype" in refusal(capsys, low, "--out", out, "--dtype", "fp32")
-    assert main(["export", str(low), "--out", str(out), "--precision", "trained"]) == 0
+    low = run.run_dir / "checkpoints" / "step-00000002"
+    assert export_as_trained(low, out, "--dtype", "fp32").refusal.startswith("--dtype")
+    export_as_trained(low, out).done()
     assert decode(out, "model.layers.1.mlp.up_proj")[1] is not None
 
 
 def test_a_model_that_no_layout_holds_is_refused(
-    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path, capsys: Any
+    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path
 ) -> None:
     fp8_config = {"on_unsupported": "emulate", "scope": "linear+head"}
     changes = {"precision": "current", "fp8_config": fp8_config}
     recipe = recipe_of(recipe_for, block_packs, tmp_path / "run", **changes)
-    start_here(recipe, tmp_path).done()
-    capsys.readouterr()
-    message = refusal(capsys, tmp_path / "run", "--out", tmp_path / "out")
-    assert "shares its weight with the embedding" in message
+    run = start_here(recipe, tmp_path).done()
+    refusal = export_as_trained(run.run_dir, tmp_path / "out").refusal
+    assert "shares its weight with the embedding" in refusal

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
-from pretrain.__main__ import main
 from pretrain.precision.emulation import EmulatedGemm
-from tests.conftest import Finished, contents
+from tests.conftest import command_here, contents
 from tests.lab.made_runs import rows_of
 
 LAYER = "model.layers.1"
@@ -24,24 +22,6 @@ def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, 
     """Recipe changes for two steps of two layers, with held-out packs."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
     return changes | {"train": {"steps": 2}, "checkpoint": {"every": 1}, "precision": "current"}
-
-
-@pytest.fixture
-def gap_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., str]]:
-    """Function that returns the output of the command for a run."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-    def gap(run: Finished, *options: str, status: int = 0) -> str:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        capsys.readouterr()
-        assert main(["gap", str(run.run_dir), *options]) == status
-        output = capsys.readouterr()
-        return output.out + output.err
-
-    yield gap
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def figures(output: str) -> dict[str, list[float]]:
@@ -65,12 +45,10 @@ def broken_quantizer() -> Iterator[None]:
         yield
 
 
-def test_the_gap_shows_the_layer_with_a_broken_quantizer(
-    started: Callable, gap_of: Callable[..., str]
-) -> None:
+def test_the_gap_shows_the_layer_with_a_broken_quantizer(started: Callable) -> None:
     run = started("run")
     before = contents(run.run_dir)
-    output = gap_of(run)
+    output = command_here("gap", run.run_dir).done().out
     assert contents(run.run_dir) == before, "the command writes nothing"
     loss = re.search(r"current: loss (\d\.\d+), [+−](0\.\d+) nats from BF16's", output)
     assert loss and 0 < float(loss[2]) < 0.1 < float(loss[1])
@@ -80,24 +58,23 @@ def test_the_gap_shows_the_layer_with_a_broken_quantizer(
         assert 0 < distance < 0.2 and 0.98 < cosine < 1 and 0.9 < ratio < 1.1
         assert distance**2 == pytest.approx(1 + ratio**2 - 2 * ratio * cosine, abs=1e-3)
     with broken_quantizer():
-        broken = figures(gap_of(run))
+        broken = figures(command_here("gap", run.run_dir).done().out)
     growth = [
         broken[f"model.layers.{layer}"][0] / whole[f"model.layers.{layer}"][0] for layer in (0, 1)
     ]
     assert growth[0] < 1.2 < 1.5 < growth[1], growth
 
 
-def test_both_sides_have_the_same_dropout_masks(
-    started: Callable, gap_of: Callable[..., str]
-) -> None:
+def test_both_sides_have_the_same_dropout_masks(started: Callable) -> None:
     """Covers stochastic rounding, exact BF16 weights, and a precision of the command line."""
     gpt2 = (
         "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, "
         "n_positions: 32, attn_pdrop: 0.0}"
     )
     run = started("run", gpt2, "precision=bf16")
-    assert "the run has no low precision; set --precisions" in gap_of(run, status=2)
-    output = gap_of(run, "--precisions", "mxfp4,delayed", "--packs", "3")
-    rows = rows_of(output)
+    gap = ("gap", run.run_dir)
+    assert "the run has no low precision; set --precisions" in command_here(*gap).err
+    finished = command_here(*gap, "--precisions", "mxfp4,delayed", "--packs", 3).done()
+    rows = rows_of(finished.out)
     for mxfp4, delayed in (rows["transformer.h.1"], rows["all"]):
         assert 0.9 < float(mxfp4[1]) < float(delayed[1]) < 1

@@ -1,17 +1,18 @@
-"""Compile every Triton kernel of this project for a B200 without launching it.
+"""Compile every Triton kernel of this project for a B200, and interpret kernels on a CPU.
 
-Tests with Triton's interpreter check the numbers of a kernel. A kernel that the interpreter accepts
-may still fail to compile, need more shared memory than a GPU has, or spill to local memory. The
-compiler and the assembler come with Triton. Only the driver is a stand-in: it reports the GPU and
-takes the compiled code.
+Triton's interpreter checks the numbers of a kernel. A kernel that the interpreter accepts may still
+fail to compile, need more shared memory than a GPU has, or spill to local memory. The compiler and
+the assembler come with Triton. Only the driver is a stand-in: it reports the GPU and takes the
+compiled code.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
-import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,10 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
+from tests.conftest import run_command
 
-triton = pytest.importorskip(
-    "triton", minversion="3.9", reason="earlier versions use other methods of the driver"
-)
+reason = "earlier versions use other methods of the driver, and round an fma twice if interpreted"
+triton = pytest.importorskip("triton", minversion="3.9", reason=reason)
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
@@ -81,12 +82,7 @@ class NoGPU:
     ) -> tuple[None, None, int, int, int]:
         file = self.folder / f"{name}.cubin"
         file.write_bytes(code)
-        usage = subprocess.run(
-            [self.tools / "cuobjdump", "-res-usage", file],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        usage = run_command([self.tools / "cuobjdump", "-res-usage", file]).stdout
         registers, stack, local = (
             int(re.search(rf"{resource}:(\d+)", usage)[1]) for resource in ("REG", "STACK", "LOCAL")
         )
@@ -245,3 +241,26 @@ def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
     LAUNCHES[name](kernel)
     assert set(gpu.spilled) == launched_in(Path(kernel.__file__))
     assert not any(gpu.spilled.values()), gpu.spilled
+
+
+INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # One small kernel in each commit.
+        ["tests/gpu/test_kernels_gpu.py", "-k", "those_of_the_formula and experts"],
+        pytest.param(
+            [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED], marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references(options: list[str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:xdist", *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = run_command(command, env=environment, timeout=600)
+    for file in options:
+        if file.endswith(".py"):
+            passed = rf"^{re.escape(file)}::.* PASSED"
+            assert re.search(passed, finished.stdout, re.MULTILINE), finished.stdout
