@@ -27,7 +27,7 @@ from hypothesis import settings
 from foundation import storage
 from packing import arrow, workers
 from packing.arrow import Pack
-from tests.moments import ForkedWorker, start_server
+from tests.moments import ForkedWorker, LauncherProcess, Moment, start_server
 from tests.object_storage import Server, running_server
 
 # No deadlines: the workers share two cores, so the time of one example means nothing. Examples are
@@ -460,6 +460,18 @@ class Trainer:
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe["run_dir"])
+
+    @property
+    def log(self) -> str:
+        """Output of all processes."""
+        return (self.folder / "log").read_text()
+
+    def process(
+        self, *moments: Moment, arguments: Sequence[str] = (), **environment: str
+    ) -> LauncherProcess:
+        """Start a process that trains `recipe`."""
+        arguments = [str(write_recipe(self.recipe, self.folder)), *arguments]
+        return LauncherProcess(arguments, self.folder / "log", *moments, **environment)
 
     def __call__(
         self, *arguments: str, recipe: dict[str, Any] | None = None, **options: Any

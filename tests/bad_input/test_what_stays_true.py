@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.__main__ import main
-from tests.conftest import Trainer, contents, write_recipe
+from tests.conftest import Trainer, contents
 from tests.golden.runs import steps_logged, steps_saved
 from tests.lab.made_runs import make_run
-from tests.moments import LauncherProcess, Moment
+from tests.moments import Moment
 
 
 def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(train_here: Trainer) -> None:
@@ -42,40 +41,30 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(
 
 
 def test_a_run_resumes_from_the_last_checkpoint_after_a_full_disk(
-    small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, start_here: Callable
+    small_disk: Path, train_here: Trainer
 ) -> None:
-    run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"
-    changes = {
-        "run_dir": str(run_dir),
-        "checkpoint": {"every": 2, "keep": 1},
-        "evaluate": {},
-        "parity": "off",
-    }
-    write_recipe(small_recipe | changes, tmp_path)
-    process = LauncherProcess([str(path)], log, Moment("os.rename", r"/step-00000002$"))
+    run_dir = small_disk / "run"
+    train_here.recipe |= {"run_dir": str(run_dir), "evaluate": {}, "parity": "off"}
+    train_here.recipe["checkpoint"] = {"every": 2, "keep": 1}
+    process = train_here.process(Moment("os.rename", r"/step-00000002$"))
     process.wait_until_it_waits()
     # A checkpoint is written in the background until the next one is due.
     process.wait_until(lambda: steps_logged(run_dir) == 4)
-    with open(small_disk / "ballast", "wb", buffering=0) as ballast:
-        try:
-            while ballast.write(bytes(4096)):
-                pass
-        except OSError:
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(bytes(4096)):
             pass
     process.go_on()
-    assert process.end() == 2, log.read_text()
-    assert "No space left on device" in log.read_text()
+    assert process.end() == 2, train_here.log
+    assert "No space left on device" in train_here.log
     assert steps_saved(run_dir) == [2]
     (small_disk / "ballast").unlink()
-    finished = start_here(small_recipe | changes, tmp_path)
-    assert finished.status == 0 and "step-00000002" in finished.out, finished.err
+    assert "step-00000002" in train_here().done().out
     assert steps_saved(run_dir) == [12] and (run_dir / "final" / "model.safetensors").is_file()
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(
     small_disk: Path, train_here: Trainer
 ) -> None:
-    message = train_here(
-        f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1"
-    ).refusal
+    settings = ("checkpoint.keep=100", "checkpoint.every=1")
+    message = train_here(f"run_dir={small_disk / 'run'}", *settings).refusal
     assert "`checkpoint.keep`" in message and str(small_disk) in message

@@ -9,18 +9,14 @@ import shutil
 import signal
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pretrain.__main__ import main
 from pretrain.metrics.run_record import read_metrics
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.run import evaluate, evaluate_command
-from tests.conftest import BLOCK_LENGTH, Finished, Trainer, contents
+from tests.conftest import BLOCK_LENGTH, Finished, Trainer, command_here, contents
 from tests.golden.runs import steps_saved
 
 
@@ -42,32 +38,27 @@ def losses_printed(finished: Finished) -> dict[str, float]:
     }
 
 
-@pytest.fixture
-def evaluate_folder(train_here: Trainer, tmp_path: Path) -> Callable[..., Finished]:
-    """Function that evaluates the model in a folder, without a run."""
-
-    def evaluated(folder: Path, *options: str, recipe: dict[str, Any]) -> Finished:
-        source = (f"model.source={folder}", "model.config=null", f"run_dir={tmp_path / 'none'}")
-        return train_here("evaluate", *source, *options, recipe=recipe).done()
-
-    return evaluated
+def evaluated(train: Trainer, folder: Path, *options: str) -> dict[str, float]:
+    """Return the losses of the model in a folder, without a run."""
+    none = train.folder / "none"
+    source = (f"model.source={folder}", "model.config=null", f"run_dir={none}")
+    finished = train("evaluate", *source, *options).done()
+    assert not none.exists()
+    return losses_printed(finished)
 
 
-def test_the_best_checkpoint_is_kept_and_exported(
-    train_here: Trainer, evaluate_folder: Callable, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_best_checkpoint_is_kept_and_exported(train_here: Trainer, tmp_path: Path) -> None:
     """The learning rate is far too high, so the held-out loss is lowest after step 6 of 8."""
     train_here.recipe["model"]["config"]["num_hidden_layers"] = 2
-    recipe = train_here.recipe | {
+    train_here.recipe |= {
         "optimizer": {"learning_rate": 0.6},
         "schedule": {"kind": "constant"},
         "train": {"steps": 8},
         "evaluate": {"every": 2},
         "checkpoint": {"best": True, "keep": 2, "every": 1},
     }
-    run = train_here("parity=off", recipe=recipe)
+    run = train_here().done()
     losses = evaluations(run)
-    assert run.status == 0
     assert min(losses, key=losses.get) == 6
     assert steps_saved(run.run_dir) == [6, 7, 8]
 
@@ -75,31 +66,12 @@ def test_the_best_checkpoint_is_kept_and_exported(
     # newest ones then.
     shutil.rmtree(run.run_dir / "final")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-00000008")
-    resumed = train_here("parity=off", recipe=recipe).done()
-    assert evaluations(resumed) == losses
+    assert evaluations(train_here().done()) == losses
     assert steps_saved(run.run_dir) == [6, 7, 8]
-    assert main(["export", str(run.run_dir), "--out", str(tmp_path / "out"), "--best"]) == 0
-    assert "step-00000006" in capsys.readouterr().out
-    evaluated = evaluate_folder(tmp_path / "out", recipe=recipe)
-    assert losses_printed(evaluated)["fp32"] == pytest.approx(losses[6], abs=1e-4)
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
-    train_here: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run is FP32, so the audit of low-precision linears sees no difference."""
-    held_out_sums = evaluate.held_out_sums
-
-    def without_return_to_training(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
-        sums = held_out_sums(model, *rest)
-        model.eval()
-        return sums
-
-    monkeypatch.setattr(evaluate, "held_out_sums", without_return_to_training)
-    run = train_here("evaluate.every=3", "log.fp8_statistics=5")
-    assert run.status == 3, run.output
-    assert "step 5: " in run.err and "are in evaluation mode" in run.err
+    out = tmp_path / "out"
+    export = command_here("export", run.run_dir, "--out", out, "--best").done()
+    assert "step-00000006" in export.out
+    assert evaluated(train_here, out)["fp32"] == pytest.approx(losses[6], abs=1e-4)
 
 
 def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
@@ -238,36 +210,30 @@ def test_evaluate_accepts_the_length_that_train_has_shortened_to(train_here: Tra
 
 
 @pytest.fixture
-def served_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Recipe in BF16 with checkpoints after the steps 3, 6 and 8."""
-    data = low_precision_recipe["data"] | {"held_out": 0.05}
-    return low_precision_recipe | {
-        "data": data,
+def served(train_here: Trainer, low_precision_recipe: dict[str, Any]) -> Trainer:
+    """Function that trains in BF16 with checkpoints after the steps 3, 6 and 8."""
+    train_here.recipe = low_precision_recipe | {
+        "data": low_precision_recipe["data"] | {"held_out": 0.05},
         "precision": "bf16",
         "batch": {"tokens": 256, "microbatch": 1},
         "train": {"steps": 8},
         "evaluate": {"packs": 4, "served": "nvfp4", "merge": 2},
         "checkpoint": {"every": 3, "at_end": False},
         "fp8_config": {"on_unsupported": "emulate", "keep_bf16_layers": {"last": 0}},
-        "parity": "off",
     }
+    return train_here
 
 
 @pytest.mark.parametrize(
     ("weights", "precision"), [("fp32", "nvfp4"), ("bf16_exact", "delayed"), ("bf16", "bf16")]
 )
 def test_the_served_loss_is_that_of_the_mean_weights(
-    train_here: Trainer,
-    evaluate_folder: Callable,
-    served_recipe: dict[str, Any],
-    tmp_path: Path,
-    weights: str,
-    precision: str,
+    served: Trainer, tmp_path: Path, weights: str, precision: str
 ) -> None:
     """As by default, the name of the run folder has the precision of the training."""
-    served_recipe |= {"weights": weights, "run_dir": f"{tmp_path}/{{precision}}"}
-    served_recipe["evaluate"]["served"] = precision
-    run = train_here(recipe=served_recipe).done()
+    served.recipe |= {"weights": weights, "run_dir": f"{tmp_path}/{{precision}}"}
+    served.recipe["evaluate"]["served"] = precision
+    run = served().done()
     run_dir = tmp_path / "bf16"
     record = read_metrics(run_dir)[-1]
     assert record["merged"] == ["step-00000008", "step-00000006"]
@@ -276,27 +242,20 @@ def test_the_served_loss_is_that_of_the_mean_weights(
     assert summary["served_loss"] == record["served_loss"] != summary["held_out_loss"]
     # The reference is an export that the command `evaluate` quantizes.
     out = tmp_path / "out"
-    export = ["export", str(run_dir), "--merge", "2", "--dtype", "fp32", "--out", str(out)]
-    assert main(export) == 0
-    evaluated = evaluate_folder(out, "--precisions", precision, recipe=served_recipe)
-    loss = losses_printed(evaluated)[precision]
+    command_here("export", run_dir, "--merge", 2, "--dtype", "fp32", "--out", out).done()
+    loss = evaluated(served, out, "--precisions", precision)[precision]
     # Delayed scaling of an evaluation has the histories of gradients and inputs in other packs.
     assert record["served_loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_a_run_without_its_served_loss_is_not_finished(
-    train_here: Trainer, served_recipe: dict[str, Any]
-) -> None:
+def test_a_run_without_its_served_loss_is_not_finished(served: Trainer) -> None:
     """A checkpoint that an interrupted run has saved in addition is not averaged."""
-    run = train_here(recipe=served_recipe).done()
+    run = served().done()
     records = run.records()
     metrics = run.run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:-1]))
     checkpoints = run.run_dir / "checkpoints"
     shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000007")
-    again = train_here(recipe=served_recipe).done()
-    assert again.records() == records
-    assert train_here(recipe=served_recipe).records() == records, (
-        "a finished run is not evaluated again"
-    )
+    for _ in range(2):  # A finished run is not evaluated again.
+        assert served().done().records() == records

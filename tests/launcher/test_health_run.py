@@ -103,10 +103,19 @@ def test_a_rollback_uses_the_only_intact_checkpoint_again(train_here: Trainer) -
     assert (event["resumed_from"], event["rollbacks"]) == (4, 2)
 
 
-def test_weights_that_an_update_has_overflowed_are_never_saved(train_here: Trainer) -> None:
-    """The learning rate makes the weights huge in the first step, with finite loss and gradient."""
+@pytest.mark.parametrize(
+    "settings",
+    [("checkpoint.every=1",), ("health.on_nan=skip",), ("train.steps=1", "checkpoint.every=null")],
+)
+def test_weights_that_an_update_has_overflowed_are_never_saved(
+    settings: tuple[str, ...], train_here: Trainer
+) -> None:
+    """The learning rate makes the weights huge in the first step, with finite loss and gradient.
+
+    With checkpoints after every second step, a skipped step comes before the first of them.
+    """
     train_here.recipe["optimizer"] = {"learning_rate": 1e30, "weight_decay": 0}
-    run = train_here("checkpoint.every=1")
+    run = train_here(*settings)
     assert run.status == 3, run.output
     assert "halted: step" in run.err, run.output
     for folder in (run.run_dir / "checkpoints").glob("step-*"):

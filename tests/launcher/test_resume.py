@@ -21,10 +21,10 @@ from packing.batch import BatchStream
 from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
 from pretrain.settings import config
-from tests.conftest import Finished, contents, flip, write_recipe
+from tests.conftest import Finished, Trainer, contents, flip
 from tests.golden.runs import outcome, poisoned_once, steps_logged, steps_saved, tensor_files
 from tests.launcher.conftest import EXPERTS, LOW
-from tests.moments import LauncherProcess, Moment
+from tests.moments import Moment
 
 # Steps of a run with checkpoints after 4, 8 and 12.
 STEPS = 12
@@ -50,17 +50,9 @@ def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
 
 
 @pytest.fixture
-def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
+def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Trainer:
     """Function that trains the recipe in this test's folder, in this process."""
-    here = recipe | {"run_dir": str(tmp_path / "run")}
-    return lambda *arguments: start_here(here, tmp_path, *arguments)
-
-
-@pytest.fixture
-def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
-    """Function that trains the recipe in this test's folder, in a process with `moments`."""
-    path = write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)
-    return lambda *moments: LauncherProcess([str(path)], tmp_path / "log", *moments)
+    return Trainer(start_here, recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)
 
 
 def same_end(finished: Finished, alone: Finished) -> bool:
@@ -87,15 +79,12 @@ KILLS = [
 ]
 
 
-def test_a_run_killed_many_times_equals_one_left_alone(
-    alone: Finished, start: Callable, run: Callable, tmp_path: Path
-) -> None:
+def test_a_run_killed_many_times_equals_one_left_alone(alone: Finished, run: Trainer) -> None:
     for moment, newest in KILLS:
-        assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
-        assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
+        assert run.process(moment).end() == -SIGKILL, (moment, run.log)
+        assert max(steps_saved(run.run_dir), default=None) in newest, moment
     assert same_end(run(), alone)
-    assert not list((tmp_path / "run").rglob("*partial*"))
-    assert not list((tmp_path / "run").glob(".final*"))
+    assert not [*run.run_dir.rglob("*partial*"), *run.run_dir.glob(".final*")]
 
 
 # A signal between two steps stops the run after the next step, and a signal before or during an
@@ -109,27 +98,21 @@ def test_a_run_killed_many_times_equals_one_left_alone(
     ],
 )
 def test_a_stopped_run_saves_its_step_and_resumes_exactly(
-    moment: Moment, step: int, alone: Finished, start: Callable, run: Callable, tmp_path: Path
+    moment: Moment, step: int, alone: Finished, run: Trainer
 ) -> None:
-    assert start(moment).end() == 128 + moment.signal
-    output = (tmp_path / "log").read_text()
-    assert moment.signal.name in output and "Traceback" not in output
-    assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
+    assert run.process(moment).end() == 128 + moment.signal
+    assert moment.signal.name in run.log and "Traceback" not in run.log
+    assert steps_saved(run.run_dir)[-1] == steps_logged(run.run_dir) == step
     finished = run()
     assert f"at step {step}" in finished.output
     assert same_end(finished, alone)
 
 
-def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(
-    recipe: dict[str, Any], run: Callable, tmp_path: Path
-) -> None:
-    without = recipe | {"run_dir": str(tmp_path / "run"), "checkpoint": {"at_end": False}}
-    path = write_recipe(without, tmp_path)
-    moment = Moment("logged", f"^{STEPS}$", SIGTERM)
-    assert LauncherProcess([str(path)], tmp_path / "log", moment).end() == 128 + SIGTERM
-    assert steps_saved(tmp_path / "run") == [STEPS]
-    finished = run("checkpoint.every=null", "checkpoint.at_end=false").done()
-    assert finished.records()[-1]["event"] == "evaluation"
+def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(run: Trainer) -> None:
+    run.recipe["checkpoint"] = {"at_end": False}
+    assert run.process(Moment("logged", f"^{STEPS}$", SIGTERM)).end() == 128 + SIGTERM
+    assert steps_saved(run.run_dir) == [STEPS]
+    assert run().done().records()[-1]["event"] == "evaluation"
 
 
 # What a copy of the run lacks, checkpoints to damage, settings, and the end of a second start: the
@@ -151,7 +134,7 @@ COPIES: dict[str, tuple[list[str], str, tuple[str, ...], int | str | None]] = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_a_run_resumes_exactly_or_stays_as_it_is(
-    name: str, alone: Finished, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, alone: Finished, run: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing, damaged, settings, end = COPIES[name]
     run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
@@ -178,13 +161,13 @@ def test_a_copy_of_a_run_resumes_exactly_or_stays_as_it_is(
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["weights"] == "fp32"
 
 
-def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
+def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Trainer) -> None:
     recomputed = run("model.gradient_checkpointing=full")
     assert recomputed.losses() == alone.losses(), recomputed.output
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
-    alone: Finished, run: Callable, tmp_path: Path
+    alone: Finished, run: Trainer, tmp_path: Path
 ) -> None:
     constant = ("schedule.kind=constant", "evaluate.every=null")
     assert run(*constant, "train.steps=4").status == 0
@@ -193,7 +176,7 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert outcome(longer.run_dir, 8)[1:] == outcome(uninterrupted.run_dir, 8)[1:]
 
 
-def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(run: Callable) -> None:
+def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(run: Trainer) -> None:
     shorter = run("schedule.kind=wsd", "train.steps=8").done()
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
     assert "pass an earlier checkpoint to --resume" in refusal
@@ -323,7 +306,7 @@ def low(recipe: dict[str, Any], start_here: Callable, tmp_path_factory: Any) -> 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_resume_from_anything_but_what_was_saved_stops(
-    fault: str, low: Path, run: Callable, monkeypatch: pytest.MonkeyPatch
+    fault: str, low: Path, run: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, line = FAULTS[fault]
     make(monkeypatch)

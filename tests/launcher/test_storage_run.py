@@ -19,7 +19,7 @@ import pytest
 
 from foundation import storage
 from pretrain.run.stored_run import StoredRun
-from tests.conftest import Trainer, contents, write_recipe
+from tests.conftest import Trainer, contents
 from tests.golden.runs import outcome
 from tests.moments import LauncherProcess, Moment
 from tests.object_storage import Server
@@ -49,15 +49,14 @@ def test_a_run_killed_on_machines_without_a_disk_equals_one_left_alone(
     kills: tuple[int | None, ...], run_dir: Path, s3_server: Server, start: Trainer, tmp_path: Path
 ) -> None:
     alone = start(f"run_dir={tmp_path / 'alone'}").done()
-    arguments = [str(write_recipe(start.recipe, tmp_path))]
     statuses = []
     for kill in kills:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         s3_server.fault = lambda method, path: None
-        launcher = LauncherProcess(arguments, tmp_path / "log", **s3_server.environment)
+        launcher = start.process(**s3_server.environment)
         s3_server.fault = killing(launcher, kill)
         statuses.append(launcher.end())
-        assert statuses[-1] in (-SIGKILL, 0), (kill, (tmp_path / "log").read_text())
+        assert statuses[-1] in (-SIGKILL, 0), (kill, start.log)
     s3_server.fault = lambda method, path: None
     assert statuses[-1] == 0
     # A later run may find everything stored by an earlier one, which was killed at its end.
@@ -123,7 +122,7 @@ def test_a_full_bucket_is_reported_and_the_next_start_stores_the_run(
     assert re.search(warning, full.err)
     assert f"They are complete in {run_dir.relative_to(tmp_path)}; the next save or" in full.err
     s3_server.fault = lambda method, path: None
-    assert start().status == 0
+    start().done()
     StoredRun(start.recipe["run_dir"], tmp_path / "restored").restore()
     assert contents(tmp_path / "restored") == contents(run_dir)
     assert "has been renamed" not in start().output
@@ -147,7 +146,7 @@ def test_training_does_not_wait_for_a_slow_bucket(
             waited.append(path)
 
     s3_server.fault = slow
-    assert start().status == 0
+    start().done()
     assert waited
 
 
@@ -176,10 +175,10 @@ def test_another_training_neither_replaces_nor_is_replaced_by_the_stored_run(
 ) -> None:
     """Two machines train at one address. The second begins when the bucket is empty."""
     files, root = fsspec.url_to_fs(start.recipe["run_dir"])
-    assert start().status == 0
+    start().done()
     (tmp_path / "runs").rename(tmp_path / "first")
     files.rm(root, recursive=True)
-    assert start("optimizer.learning_rate=0.02", "train.steps=7").status == 0
+    start("optimizer.learning_rate=0.02", "train.steps=7").done()
     shutil.rmtree(tmp_path / "runs")
     stored = {name: files.cat_file(name) for name in files.find(root)}
     for is_new in (True, False):
@@ -198,27 +197,20 @@ def test_another_training_neither_replaces_nor_is_replaced_by_the_stored_run(
 def test_a_run_that_went_back_stays_back_after_a_kill(
     start: Trainer, run_dir: Path, s3_server: Server, tmp_path: Path
 ) -> None:
-    assert start().status == 0
+    start().done()
     shutil.copytree(tmp_path / "runs", tmp_path / "other")
-    arguments = [
-        str(write_recipe(start.recipe, tmp_path)),
-        "--resume",
-        f"{run_dir}/checkpoints/step-00000004",
-    ]
     moment = Moment("logged", "^5$", SIGKILL)
-    killed = LauncherProcess(arguments, tmp_path / "log", moment, **s3_server.environment)
-    assert killed.end() == -SIGKILL, (tmp_path / "log").read_text()
+    back = ["--resume", f"{run_dir}/checkpoints/step-00000004"]
+    killed = start.process(moment, arguments=back, **s3_server.environment)
+    assert killed.end() == -SIGKILL, start.log
     (tmp_path / "runs").rename(tmp_path / "killed")
     files, root = fsspec.url_to_fs(start.recipe["run_dir"])
     # An empty disk, the disk of the killed run, and another machine that has the abandoned steps.
-    for disk in (None, "killed", "other"):
+    for number, disk in enumerate((None, "killed", "other"), 2):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         if disk:
             shutil.copytree(tmp_path / disk, tmp_path / "runs")
-        again = LauncherProcess(
-            arguments[:1], tmp_path / f"log-{disk}", moment, **s3_server.environment
-        )
-        assert again.end() == -SIGKILL
-        assert "checkpoints/step-00000004 at step 4" in (tmp_path / f"log-{disk}").read_text(), disk
+        assert start.process(moment, **s3_server.environment).end() == -SIGKILL
+        assert start.log.count("checkpoints/step-00000004 at step 4") == number, disk
     manifests = [name for name in files.find(root) if name.endswith("/manifest.json")]
     assert manifests == [f"{root}/checkpoints/step-00000004/manifest.json"]

@@ -21,7 +21,7 @@ import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from tests.conftest import Finished, Trainer, contents, write_recipe
+from tests.conftest import Finished, Trainer, contents
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
@@ -103,9 +103,9 @@ def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
     packer_dies: bool, train_here: Trainer, tmp_path: Path
 ) -> None:
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
-    path = str(write_recipe(train_here.recipe | changes, tmp_path))
+    train_here.recipe |= changes
     first_parts = len(part_folders(tmp_path / "packs"))
-    run = LauncherProcess([path], tmp_path / "log", Moment("logged", "^3$"))
+    run = train_here.process(Moment("logged", "^3$"))
     run.wait_until_it_waits()
     # When a further part exists, the packer has started its tokenizing processes.
     run.wait_until(lambda: len(part_folders(tmp_path / "packs")) > first_parts)
@@ -118,7 +118,7 @@ def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
     else:
         run.send_signal(SIGTERM)
     status = run.end()
-    output = (tmp_path / "log").read_text()
+    output = train_here.log
     assert status == (2 if packer_dies else 128 + SIGTERM), output
     assert not packer.is_running(), output
     assert output.count("error: ") == packer_dies
@@ -128,11 +128,10 @@ def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
 
 
 def test_a_killed_run_ends_its_packer_and_resumes_exactly(
-    alone: Finished, train_here: Trainer, tmp_path: Path
+    alone: Finished, train_here: Trainer
 ) -> None:
     moments = (Moment("logged", "^5$"), Moment("logged", "^20$", SIGKILL))
-    path = str(write_recipe(train_here.recipe, tmp_path))
-    run = LauncherProcess([path], tmp_path / "log", *moments)
+    run = train_here.process(*moments)
     run.wait_until_it_waits()
     packer = packer_of(run)
     run.go_on()

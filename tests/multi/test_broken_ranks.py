@@ -25,13 +25,15 @@ from tests.pretrain.verify.patched_faults import after_update
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 from tests.ranks import start_ranks
 
+Fault = Callable[[SmallRun, pytest.MonkeyPatch], object]
 
-def gradient_of_a_rank_lost(run: SmallRun) -> None:
+
+def gradient_of_a_rank_lost(run: SmallRun, patch: pytest.MonkeyPatch) -> None:
     if run.accelerator.process_index == 1:
         change_loss(run, lambda loss: loss.detach() + loss * 0)
 
 
-def averaged_over_ranks(run: SmallRun) -> None:
+def averaged_over_ranks(run: SmallRun, patch: pytest.MonkeyPatch) -> None:
     """Average gradients over ranks, as DDP and FSDP2 do with an unscaled loss."""
     change_loss(
         run, lambda loss: loss.detach() + (loss - loss.detach()) / run.accelerator.num_processes
@@ -48,8 +50,8 @@ def weight_of_a_rank_stands_still(run: SmallRun, patch: pytest.MonkeyPatch) -> N
     after_update(run, patch, lambda _: run.accelerator.process_index == 0 or weight.copy_(before))
 
 
-FAULTS = {
-    "nothing": lambda run: None,
+NOTHING: dict[str, Fault] = {"nothing": lambda run, patch: None}
+FAULTS = NOTHING | {
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
 }
@@ -74,55 +76,52 @@ OF_UPDATES = {
         "gradients are not cleared after a step",
     ),
 }
-ALWAYS = {
-    "nothing": lambda run, patch: None,
-    "a rank's weight stands still": weight_of_a_rank_stands_still,
-}
 
 
-def find_faults() -> None:
-    """Inject the faults in this rank and print the failures of parity."""
+def print_found(
+    faults: dict[str, Fault], check: Callable[[SmallRun], object], precision: str, **options: Any
+) -> None:
+    """Print the result of `check` in this rank, for each fault."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    failures_of: dict[str, list[str]] = {}
+    found = {}
     histories: list[Tensor] = []
-    for what, make in FAULTS.items():
-        run = build_run(accelerator, sys.argv[1], layers=1, histories=histories)
+    for what, make in faults.items():
+        run = build_run(accelerator, precision, layers=1, histories=histories, **options)
         histories = histories or run.packed.context.copied_state()
-        make(run)
-        weights = {
-            name: local_part(weight).clone() for name, weight in run.model.named_parameters()
-        }
-        failures_of[what] = run.parity().failures
-        # Parity changes the weights of norms and must restore them.
-        for name, weight in run.model.named_parameters():
-            if not torch.equal(local_part(weight), weights[name]):
-                failures_of[what].append(f"{name} is not as before")
-    print_found(accelerator, failures_of)
-
-
-def print_found(accelerator: Accelerator, found: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            make(run, patch)
+            found[what] = check(run)
     # One write: both ranks write at the same time.
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
     accelerator.end_training()
 
 
+def failures_of_parity(run: SmallRun) -> list[str]:
+    """Return what parity reports, and the weights that it has not restored."""
+    weights = {name: local_part(weight).clone() for name, weight in run.model.named_parameters()}
+    failures = run.parity().failures
+    for name, weight in run.model.named_parameters():
+        if not torch.equal(local_part(weight), weights[name]):
+            failures.append(f"{name} is not as before")
+    return failures
+
+
+def halt_of_training(run: SmallRun) -> str:
+    try:
+        run.train()
+    except TrainingHalted as halt:
+        return str(halt)
+    return ""
+
+
+def find_faults() -> None:
+    print_found(FAULTS, failures_of_parity, sys.argv[1])
+
+
 def find_faults_of_updates() -> None:
-    """Inject faults of the update in this rank and print the messages that halt training."""
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    messages = {}
-    updates = ALWAYS | {fault.what: fault.make for fault in faults.FAULTS if fault.what in sys.argv}
-    histories: list[Tensor] = []
-    for what, make in updates.items():
-        run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact", histories=histories)
-        histories = histories or run.packed.context.copied_state()
-        with pytest.MonkeyPatch.context() as patch:
-            make(run, patch)
-            try:
-                run.train()
-                messages[what] = ""
-            except TrainingHalted as halt:
-                messages[what] = str(halt)
-    print_found(accelerator, messages)
+    made = NOTHING | {"a rank's weight stands still": weight_of_a_rank_stands_still}
+    made |= {fault.what: fault.make for fault in faults.FAULTS if fault.what in sys.argv}
+    print_found(made, halt_of_training, "delayed", weights="bf16_exact")
 
 
 def printed_by_ranks(
@@ -182,9 +181,10 @@ def test_early_frees_and_rounded_gradients_are_found(topology: str, precision: s
     ],
 )
 def test_a_wrong_update_of_one_rank_stops_both(topology: str) -> None:
-    messages_by_rank = printed_by_ranks(find_faults_of_updates, topology, OF_UPDATES[topology])
+    names = OF_UPDATES[topology]
+    messages_by_rank = printed_by_ranks(find_faults_of_updates, topology, names)
     for messages in messages_by_rank:
-        assert len(messages) == len(ALWAYS) + len(OF_UPDATES[topology])
+        assert len(messages) == 2 + len(names)
         assert messages.pop("nothing") == ""
         assert all(messages.values())
     still = [messages["a rank's weight stands still"] for messages in messages_by_rank]
