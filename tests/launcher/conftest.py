@@ -11,7 +11,7 @@ import pytest
 # torch.compile imports setuptools. This import fails if a test has imported distutils before.
 import setuptools  # noqa: F401
 
-from tests.conftest import Finished
+from tests.conftest import Finished, Trainer
 
 LOW = ("precision=delayed", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
 
@@ -37,29 +37,23 @@ def recipe_for(recipe_for: Callable[[Path], dict[str, Any]]) -> Callable[[Path],
 
 
 @pytest.fixture
-def changes() -> dict[str, Any]:
-    """Recipe changes for five steps of two microbatches with exact BF16 weights, all saved."""
-    return {
+def started(train_here: Trainer) -> Callable[..., Finished]:
+    """Function that trains five steps of two microbatches in a folder, and saves each of them.
+
+    The weights are exact BF16.
+    """
+    train_here.recipe |= {
         "train": {"steps": 5},
         "evaluate": {},
         "checkpoint": {"every": 1, "keep": 9},
         "weights": "bf16_exact",
         "batch": {"tokens": 128, "microbatch": 2},
         "fp8_config": {"on_unsupported": "emulate"},
-        "parity": "off",
         "schedule": {"kind": "constant"},
     }
 
-
-@pytest.fixture
-def started(
-    start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
-) -> Callable[..., Finished]:
-    """Function that runs the small recipe with `changes` in a folder and checks the status."""
-
-    def start(folder: str, *arguments: str, topology: str | None = None) -> Finished:
-        arguments = (f"run_dir={tmp_path / folder}", *arguments)
-        run = start_here(small_recipe | changes, tmp_path, *arguments, topology=topology).done()
+    def start(folder: str, *arguments: str, **options: Any) -> Finished:
+        run = train_here(f"run_dir={train_here.folder / folder}", *arguments, **options).done()
         assert "Traceback" not in run.output, run.output
         return run
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
@@ -195,16 +196,11 @@ def test_harness_adds_no_bos_that_packs_lack(
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = shutil.copytree(words, tmp_path / "adds_bos")
-    content = json.loads((tokenizer / "tokenizer.json").read_text())
-    bos = {"SpecialToken": {"id": "w59", "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [bos, first],
-        "pair": [first, second],
-        "special_tokens": {"w59": {"id": "w59", "ids": [59], "tokens": ["w59"]}},
-    }
-    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    file = str(tokenizer / "tokenizer.json")
+    adds_bos = Tokenizer.from_file(file)
+    template = {"single": "w59 $A", "pair": "$A $B:1", "special_tokens": [("w59", 59)]}
+    adds_bos.post_processor = processors.TemplateProcessing(**template)
+    adds_bos.save(file)
     train_here.recipe["data"] |= {"tokenizer": str(tokenizer)}
     run = train_here("train.steps=2", "model.config.vocab_size=64").done()
 

@@ -17,13 +17,6 @@ from tests.lab.made_runs import rows_of
 LAYER = "model.layers.1"
 
 
-@pytest.fixture
-def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Recipe changes for two steps of two layers, with held-out packs."""
-    small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    return changes | {"train": {"steps": 2}, "checkpoint": {"every": 1}, "precision": "current"}
-
-
 def figures(output: str) -> dict[str, list[float]]:
     """Return distance, cosine and ratio of norms by layer. The output has one precision."""
     rows = rows_of(output)
@@ -46,7 +39,7 @@ def broken_quantizer() -> Iterator[None]:
 
 
 def test_the_gap_shows_the_layer_with_a_broken_quantizer(started: Callable) -> None:
-    run = started("run")
+    run = started("run", "train.steps=2", "precision=current", "model.config.num_hidden_layers=2")
     before = contents(run.run_dir)
     output = command_here("gap", run.run_dir).done().out
     assert contents(run.run_dir) == before, "the command writes nothing"
@@ -71,7 +64,7 @@ def test_both_sides_have_the_same_dropout_masks(started: Callable) -> None:
         "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, "
         "n_positions: 32, attn_pdrop: 0.0}"
     )
-    run = started("run", gpt2, "precision=bf16")
+    run = started("run", gpt2, "train.steps=2", "precision=bf16")
     gap = ("gap", run.run_dir)
     assert "the run has no low precision; set --precisions" in command_here(*gap).err
     finished = command_here(*gap, "--precisions", "mxfp4,delayed", "--packs", 3).done()
