@@ -16,7 +16,6 @@ from tests.forked_commands import forking
 
 # Script that starts a new Python, as a user does.
 STARTED = "minimal.py"
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is_file())
 
 
 def code_of(path: Path) -> str:
@@ -71,8 +70,10 @@ RESULTS = {
     "name",
     [
         name if name == "hf_trainer.py" else pytest.param(name, marks=pytest.mark.nightly)
-        for name in EXAMPLES
+        for name in RESULTS
     ],
 )
 def test_an_example_runs_and_prints_its_result(name: str, tmp_path: Path):
     assert RESULTS[name] in run(ROOT / "examples" / name, tmp_path)
+    examples = (ROOT / "examples").iterdir()
+    assert {path.name for path in examples if path.is_file()} == RESULTS.keys()

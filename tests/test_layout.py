@@ -23,12 +23,31 @@ RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 MAX_STATEMENTS = 350  # of a file
 
 # A package imports only from packages before it in this list.
-PACKAGES = (
-    "foundation packing pretrain/precision pretrain/settings pretrain/launch pretrain/model "
-    "pretrain/optimizer pretrain/checkpoint pretrain/metrics pretrain/plan pretrain/observe "
-    "pretrain/verify pretrain/run pretrain/api.py train_accelerate.py pretrain/__main__.py "
-    "lab/compare lab/experiments lab/speed lab/doctor.py demo benchmarks examples"
-).split()
+PACKAGES = [
+    "foundation",
+    "packing",
+    "pretrain/precision",
+    "pretrain/settings",
+    "pretrain/launch",
+    "pretrain/model",
+    "pretrain/optimizer",
+    "pretrain/checkpoint",
+    "pretrain/metrics",
+    "pretrain/plan",
+    "pretrain/observe",
+    "pretrain/verify",
+    "pretrain/run",
+    "pretrain/api.py",
+    "train_accelerate.py",
+    "pretrain/__main__.py",
+    "lab/compare",
+    "lab/experiments",
+    "lab/speed",
+    "lab/doctor.py",
+    "demo",
+    "benchmarks",
+    "examples",
+]
 
 
 def python_files(*folders: str) -> list[Path]:

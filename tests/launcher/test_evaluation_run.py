@@ -74,6 +74,15 @@ def test_the_best_checkpoint_is_kept_and_exported(train_here: Trainer, tmp_path:
     assert evaluated(train_here, out)["fp32"] == pytest.approx(losses[6], abs=1e-4)
 
 
+def test_an_earlier_best_checkpoint_is_deleted_after_the_last_evaluation(
+    train_here: Trainer,
+) -> None:
+    train_here.recipe |= {"train": {"steps": 4}, "evaluate": {"every": 2}}
+    run = train_here("checkpoint.best=true", "checkpoint.keep=1").done()
+    losses = evaluations(run)
+    assert losses[4] < losses[2] and steps_saved(run.run_dir) == [4]
+
+
 def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
     train_here: Trainer, block_packs: Path, tmp_path: Path
 ) -> None:

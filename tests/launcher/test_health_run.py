@@ -110,11 +110,11 @@ def test_a_rollback_uses_the_only_intact_checkpoint_again(train_here: Trainer) -
 def test_weights_that_an_update_has_overflowed_are_never_saved(
     settings: tuple[str, ...], train_here: Trainer
 ) -> None:
-    """The learning rate makes the weights huge in the first step, with finite loss and gradient.
+    """The first update overflows the weights, after a finite loss and gradient.
 
     With checkpoints after every second step, a skipped step comes before the first of them.
     """
-    train_here.recipe["optimizer"] = {"learning_rate": 1e30, "weight_decay": 0}
+    train_here.recipe["optimizer"] = {"learning_rate": 1e39, "weight_decay": 0}
     run = train_here(*settings)
     assert run.status == 3, run.output
     assert "halted: step" in run.err, run.output
