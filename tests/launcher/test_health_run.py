@@ -114,7 +114,7 @@ def test_weights_that_an_update_has_overflowed_are_never_saved(
 
     With checkpoints after every second step, a skipped step comes before the first of them.
     """
-    train_here.recipe["optimizer"] = {"learning_rate": 1e39, "weight_decay": 0}
+    train_here.recipe["optimizer"] = {"learning_rate": 1e30, "weight_decay": 1e10}
     run = train_here(*settings)
     assert run.status == 3, run.output
     assert "halted: step" in run.err, run.output

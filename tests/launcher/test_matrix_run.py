@@ -115,7 +115,7 @@ def test_cells_of_a_killed_matrix_end_before_the_next_start_goes_on(
     matrix.check_finished()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """Every cell after the first is forked from a server that has forked another training."""
     changes = {"train": {"steps": 3}, "fp8_config": {"on_unsupported": "emulate"}}
