@@ -44,7 +44,7 @@ def test_a_run_resumes_from_the_last_checkpoint_after_a_full_disk(
     small_disk: Path, train_here: Trainer
 ) -> None:
     run_dir = small_disk / "run"
-    train_here.recipe |= {"run_dir": str(run_dir), "evaluate": {}, "parity": "off"}
+    train_here.recipe |= {"run_dir": str(run_dir), "evaluate": {}}
     train_here.recipe["checkpoint"] = {"every": 2, "keep": 1}
     process = train_here.process(Moment("os.rename", r"/step-00000002$"))
     process.wait_until_it_waits()

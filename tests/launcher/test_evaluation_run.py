@@ -91,7 +91,7 @@ def test_an_fp32_run_is_evaluated_in_bf16_and_in_precisions_that_suit_its_model(
     train_here.recipe["batch"]["tokens"] = 2 * BLOCK_LENGTH
     # As by default, the name of the folder has the precision of the training.
     run_dir = f"run_dir={tmp_path}/{{precision}}"
-    train_here("train.steps=6", "parity=off", run_dir).done()
+    train_here("train.steps=6", run_dir).done()
     printed = losses_printed(train_here("evaluate", run_dir))
     rounded = losses_printed(train_here("evaluate", run_dir, "--precisions", "bf16"))
     assert [*printed, *rounded] == ["fp32", "bf16"]
@@ -120,7 +120,7 @@ def test_evaluate_prints_the_loss_in_every_precision_and_writes_nothing(
     recipe = low_precision_recipe | {"train": {"steps": 4}, "precision": "nvfp4", "log": {}}
     recipe["evaluate"] = {"every": 4, "packs": 2}
     recipe["fp8_config"] |= {"use_autocast_during_eval": True}
-    run = train_here("parity=off", recipe=recipe).done()
+    run = train_here(recipe=recipe).done()
     before = contents(run.run_dir)
     alone = losses_printed(train_here("evaluate", recipe=recipe))
     evaluated = train_here("evaluate", "--precisions", "all", recipe=recipe).done()
@@ -147,7 +147,7 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     # The column does not apply to the text file below.
     train_here.recipe["data"]["text"] = "story"
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
-    run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off").done()
+    run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6").done()
     early, late = (
         [*record["samples"]] for record in run.records() if record.get("event") == "samples"
     )
@@ -196,8 +196,8 @@ def test_an_evaluation_that_is_killed_before_its_samples_is_repeated(
     settings = ("evaluate.samples=[w1 w2]", f"data.tokenizer={words}", "train.steps=2")
     with monkeypatch.context() as killed:
         killed.setattr(evaluate, "draw_samples", lambda run: os.kill(os.getpid(), signal.SIGINT))
-        assert train_here(*settings, "parity=off").status == 130
-    run = train_here(*settings, "parity=off").done()
+        assert train_here(*settings).status == 130
+    run = train_here(*settings).done()
     events = [record["event"] for record in run.records() if "event" in record]
     assert sorted(events) == ["evaluation", "samples"]
 

@@ -38,7 +38,6 @@ def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> di
     return recipe_for(tmp_path_factory.mktemp("resume") / "run") | {
         "model": {"config": GPT2 | DROPOUT | {"n_positions": 64}},
         "train": {"steps": STEPS},
-        "parity": "off",
     }
 
 

@@ -56,7 +56,6 @@ def recipe(
         "train": {"steps": STEPS},
         "evaluate": {"every": 15},
         "checkpoint": {"every": 8},
-        "parity": "off",
     }
 
 

@@ -57,32 +57,21 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def recipe_in(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
-    """Function that returns a recipe of 8 steps and two layers, with checkpoints after 4 and 8.
-
-    FSDP2 shards the layers separately.
-    """
-
-    def recipe(run_dir: Path) -> dict[str, Any]:
-        small = recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
-        small["model"]["config"]["num_hidden_layers"] = 2
-        return small
-
-    return recipe
+# Checkpoints are saved after steps 4 and 8. FSDP2 shards the layers separately.
+EIGHT_STEPS = ("train.steps=8", "model.config.num_hidden_layers=2")
 
 
 @pytest.fixture(scope="module")
 def trained(
-    start_here: Callable, recipe_in: Callable, tmp_path_factory: Any
+    start_here: Callable, recipe_for: Callable, tmp_path_factory: Any
 ) -> Callable[..., Finished]:
     """Function that trains with settings once. With `topology`, two ranks train."""
     folder = tmp_path_factory.mktemp("processes")
 
     @cache
     def train(topology: str | None, settings: tuple[str, ...]) -> Finished:
-        recipe = recipe_in(folder / f"run-{len([*folder.glob('run-*')])}")
-        return start_here(recipe, folder, *settings, topology=topology).done()
+        recipe = recipe_for(folder / f"run-{len([*folder.glob('run-*')])}")
+        return start_here(recipe, folder, *EIGHT_STEPS, *settings, topology=topology).done()
 
     return train
 
@@ -123,13 +112,14 @@ def test_another_number_of_processes_resumes_a_run(
     options: dict[str, Any],
     trained: Callable[..., Finished],
     start_here: Callable,
-    recipe_in: Callable,
+    recipe_for: Callable,
     tmp_path: Path,
 ) -> None:
     run = trained(topology, CHECKED)
     copy = shutil.copytree(run.run_dir, tmp_path / "copy")
     shutil.rmtree(copy / "final")
     shutil.rmtree(copy / "checkpoints" / "step-00000008")
-    resumed = start_here(recipe_in(copy), tmp_path, *settings, **options).done()
+    settings = (*EIGHT_STEPS, *settings)
+    resumed = start_here(recipe_for(copy), tmp_path, *settings, **options).done()
     assert resumed.losses()[:4] == run.losses()[:4], resumed.output
     assert_same_curve(resumed, trained(None, CHECKED), EXACT_CURVE)
