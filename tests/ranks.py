@@ -7,7 +7,9 @@ start ranks as a user does.
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,23 @@ def start_ranks(
     # A negative status is a signal.
     worst = max(statuses) or min(statuses)
     return worst, *(log.read_text() for log in logs)
+
+
+def printed_by_ranks(
+    main: Callable[[], None], topology: str, arguments: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run `main` in two ranks, and return what they print by `print_found`."""
+    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
+    assert status == 0, out + err
+    return [json.loads(line[6:]) for line in out.splitlines() if line.startswith("FOUND ")]
+
+
+def print_found(accelerator: Any, found: Any) -> None:
+    # One write: both ranks write at the same time.
+    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
+    accelerator.end_training()
 
 
 def environment_under(options: Sequence[str]) -> dict[str, str]:

@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from foundation.overrides import overridden
+from tests.conftest import Finished
 
 MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
 LENGTH = 128
@@ -187,20 +190,19 @@ def steps_saved(run_dir: Path) -> list[int]:
     )
 
 
-@contextmanager
-def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def losses_changed(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> AbstractContextManager[object]:
     """Apply `change` to the loss before every backward pass."""
-    backward = Accelerator.backward
-    Accelerator.backward = lambda accelerator, loss, **options: backward(
-        accelerator, change(loss), **options
-    )
-    try:
-        yield
-    finally:
-        Accelerator.backward = backward
+    real = Accelerator.backward
+
+    def backward(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
+        real(accelerator, change(loss), **options)
+
+    return overridden(Accelerator, backward=backward)
 
 
-def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[None]:
+def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[object]:
     """Multiply the loss by infinity in all microbatches of the step after `steps_before` steps.
 
     The step is poisoned once. A repetition of the step after a rollback is not.
@@ -259,15 +261,12 @@ def outcome(run_dir: Path, step: int) -> list[Any]:
     return [figures, *map(tensor_files, folders)]
 
 
-def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:
+def results_of(run: GoldenRun, finished: Finished) -> dict[str, Any]:
     """Return figures by step, hashes of the weights, and the linears of each precision."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = (
-        [record for record in records if key in record] for key in ("loss", "held_out_loss")
-    )
-    audit = json.loads((run_dir / "audit.json").read_text())
+    steps = finished.steps()
+    evaluations = [record for record in finished.records() if "held_out_loss" in record]
     effective: dict[str, list[str]] = {}
-    for product in audit["products"]:
+    for product in finished.audit()["products"]:
         effective.setdefault(product["effective"], []).append(product["name"])
     figures = {
         "loss": [step["loss"] for step in steps],
@@ -276,8 +275,8 @@ def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:
         ],
         "held_out_loss": [evaluation["held_out_loss"] for evaluation in evaluations],
     }
-    last = max((run_dir / "checkpoints").glob("step-*"))
-    hashes = {"final": digest(tensors_of(run_dir / "final"), named=True)}
+    last = max((finished.run_dir / "checkpoints").glob("step-*"))
+    hashes = {"final": digest(tensors_of(finished.run_dir / "final"), named=True)}
     if run.launch is None:
         hashes["checkpoint"] = digest(tensors_of(last), named=False)
     return {

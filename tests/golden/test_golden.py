@@ -91,8 +91,8 @@ def test_a_run_computes_what_it_did(
     with ExitStack() as stack:
         if run.poisoned:
             stack.enter_context(poisoned_once(run_dir, steps_before=3))
-        start_here(*arguments, topology=run.launch, processes=run.processes).done()
-    compare(name, results_of(run, run_dir))
+        finished = start_here(*arguments, topology=run.launch, processes=run.processes).done()
+    compare(name, results_of(run, finished))
 
 
 @pytest.mark.nightly
@@ -104,5 +104,5 @@ def test_accelerate_launch_of_ddp_computes_what_it_did(
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
     recipe = recipe_of(RUNS["ddp"], folder, run_dir)
     environment = forking() | {"ACCELERATE_USE_CPU": "true"}
-    train(*RUNS["ddp"].settings, recipe=recipe, launch=launch, env=environment).done()
-    compare("ddp", results_of(RUNS["ddp"], run_dir))
+    launched = train(*RUNS["ddp"].settings, recipe=recipe, launch=launch, env=environment)
+    compare("ddp", results_of(RUNS["ddp"], launched.done()))

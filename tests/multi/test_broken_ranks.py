@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +19,7 @@ from pretrain.model.gradients import local_part
 from tests.pretrain.verify import faults, sharding_faults
 from tests.pretrain.verify.patched_faults import after_update
 from tests.pretrain.verify.small_runs import SmallRun, build_run
-from tests.ranks import start_ranks
+from tests.ranks import print_found, printed_by_ranks
 
 Fault = Callable[[SmallRun, pytest.MonkeyPatch], object]
 
@@ -78,7 +74,7 @@ OF_UPDATES = {
 }
 
 
-def print_found(
+def inject(
     faults: dict[str, Fault], check: Callable[[SmallRun], object], precision: str, **options: Any
 ) -> None:
     """Print the result of `check` in this rank, for each fault."""
@@ -91,9 +87,7 @@ def print_found(
         with pytest.MonkeyPatch.context() as patch:
             make(run, patch)
             found[what] = check(run)
-    # One write: both ranks write at the same time.
-    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
-    accelerator.end_training()
+    print_found(accelerator, found)
 
 
 def failures_of_parity(run: SmallRun) -> list[str]:
@@ -115,28 +109,13 @@ def halt_of_training(run: SmallRun) -> str:
 
 
 def find_faults() -> None:
-    print_found(FAULTS, failures_of_parity, sys.argv[1])
+    inject(FAULTS, failures_of_parity, sys.argv[1])
 
 
 def find_faults_of_updates() -> None:
     made = NOTHING | {"a rank's weight stands still": weight_of_a_rank_stands_still}
     made |= {fault.what: fault.make for fault in faults.FAULTS if fault.what in sys.argv}
-    print_found(made, halt_of_training, "delayed", weights="bf16_exact")
-
-
-def printed_by_ranks(
-    main: Callable[[], None], topology: str, arguments: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Run `main` in two ranks and return the results that they print."""
-    with tempfile.TemporaryDirectory() as folder:
-        launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
-        status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
-    assert status == 0, out + err
-    return [
-        json.loads(line.removeprefix("FOUND "))
-        for line in out.splitlines()
-        if line.startswith("FOUND ")
-    ]
+    inject(made, halt_of_training, "delayed", weights="bf16_exact")
 
 
 def start(topology: str, precision: str) -> dict[str, dict[str, list[str]]]:

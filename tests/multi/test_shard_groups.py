@@ -5,8 +5,6 @@ tests/golden and test_processes.py compare whole runs with one process.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 from collections import Counter
@@ -44,7 +42,7 @@ from tests.pretrain.verify.small_runs import (
     random_packs,
     step_of,
 )
-from tests.ranks import start_ranks
+from tests.ranks import print_found, printed_by_ranks
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
 pytestmark = pytest.mark.multi
@@ -243,8 +241,7 @@ def main() -> None:
     with overridden(sharding, QUANTIZED_SHARE=2.0):
         expected, _ = train(accelerator, RUNS[sys.argv[1]])
     found["differ"] = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
-    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
-    accelerator.end_training()
+    print_found(accelerator, found)
 
 
 def main_graphs() -> None:
@@ -263,14 +260,6 @@ def main_fused() -> None:
         expected = train_fused(accelerator, Path(sys.argv[1]))
     assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
     accelerator.end_training()
-
-
-def start(main: Callable[[], None], topology: str, folder: Path, *arguments: str) -> str:
-    """Run `main` in two ranks and return what they print."""
-    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
-    status, out, err = start_ranks(arguments, launch, folder, main=main)
-    assert status == 0, out + err
-    return out
 
 
 ONCE = {"layer": 2, "embed_tokens": 1, "norm": 1}
@@ -295,11 +284,8 @@ COLLECTIVES: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
         for key in COLLECTIVES
     ],
 )
-def test_quantized_weights_are_gathered_once_a_step(
-    topology: str, name: str, tmp_path: Path
-) -> None:
-    out = start(main, topology, tmp_path, name)
-    found, other = (json.loads(line[6:]) for line in out.splitlines() if line[:6] == "FOUND ")
+def test_quantized_weights_are_gathered_once_a_step(topology: str, name: str) -> None:
+    found, other = printed_by_ranks(main, topology, [name])
     assert found == other
     gathers, reductions = COLLECTIVES[topology, name]
     assert gathers.items() <= found["foreach_all_gather"].items()
@@ -309,11 +295,11 @@ def test_quantized_weights_are_gathered_once_a_step(
         assert found["resident"] == RESIDENT
 
 
-def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> None:
+def test_fused_layers_read_no_freed_weight(references: Path) -> None:
     """References are the published packages, among them Transformer Engine's Python."""
-    start(main_fused, "fsdp2", tmp_path, str(references))
+    printed_by_ranks(main_fused, "fsdp2", [str(references)])
 
 
 @pytest.mark.parametrize("topology", [pytest.param("ddp", marks=pytest.mark.nightly), "zero"])
 def test_microbatches_run_as_graphs(topology: str, tmp_path: Path) -> None:
-    start(main_graphs, topology, tmp_path, str(tmp_path))
+    printed_by_ranks(main_graphs, topology, [str(tmp_path)])
