@@ -32,7 +32,8 @@ from pretrain.observe.observers import Step
 from pretrain.observe.profile import TABLE_FILE, StepProfile
 from pretrain.observe.step_check import CachedWeights
 from pretrain.optimizer import adamw
-from tests.pretrain.model.fused import test_blackwell
+from tests.pretrain.conftest import active_everywhere
+from tests.pretrain.model.fused import fused_models, test_blackwell
 from tests.pretrain.model.test_graphs import Recorded
 from tests.pretrain.verify.small_runs import (
     HIDDEN,
@@ -149,9 +150,10 @@ def train_fused(accelerator: Accelerator, references: Path) -> list[Tensor]:
     with (
         transformer_engine_on_a_cpu(references),
         # Sharding allocates the main gradients.
-        overridden(test_blackwell, attach_main_gradients=lambda *_: None),
+        # Sharding allocates the main gradients.
+        overridden(fused_models, attach_main_gradients=lambda *_: None),
     ):
-        active = test_blackwell.active_everywhere("mxfp8", "transformer_engine")
+        active = active_everywhere("mxfp8", "transformer_engine")
         packed = test_blackwell.assemble(active, fused=True)
         shard(accelerator, packed, torch.bfloat16, once_a_step=False)
         packed.sharding = sharding.Sharding(
