@@ -1,4 +1,4 @@
-"""Finding, comparing and validating the checkpoint that a run resumes from."""
+"""The comparison of a checkpoint with the run that resumes from it (tests/launcher: finding it)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import (
     ResumePoint,
     changes_since,
-    find_checkpoint,
     require_no_other_training,
     where_to_resume,
 )
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import ScheduleSettings
-from tests.conftest import flip, write_recipe, yaml_of
+from tests.conftest import write_recipe, yaml_of
 from tests.lab.made_runs import make_run
 from tests.pretrain.conftest import on_a
 
@@ -57,12 +56,12 @@ def jobs(recipe_for: Callable, block_packs: Path, tmp_path_factory: pytest.TempP
     return job_of
 
 
-def record_of(job: Job, step: int) -> dict[str, Any]:
+def record_of(job: Job, step: int, **progress: int) -> dict[str, Any]:
     """Return the content of state.json after `step` steps of a job."""
     counters = {"step": step, "steps": job.plan.steps, "left_out": 0}
     counters |= {"tokens": step * job.plan.tokens_per_step, "place": step * job.plan.packs_per_step}
     record = {
-        "progress": counters,
+        "progress": counters | progress,
         "health": {"losses": [2.0], "rollbacks": 1},
         "identity": job.identity,
         "past": {"changed": [], "left_out": 2},
@@ -71,67 +70,11 @@ def record_of(job: Job, step: int) -> dict[str, Any]:
     return json.loads(json.dumps(record))
 
 
-def save(folder: Path, *steps: int, job: Job | None = None) -> list[Path]:
-    """Save tiny checkpoints of these steps into a run folder's `checkpoints`."""
+def save(folder: Path, step: int, record: dict[str, Any]) -> Path:
+    """Save a tiny checkpoint with this record into a run folder's `checkpoints`."""
     checkpoints = Checkpoints(folder / "checkpoints", keep=10)
-    tensors = {"weight": torch.ones(3)}
-    records = {
-        step: record_of(job, step) if job else {"progress": {"step": step}} for step in steps
-    }
-    return [checkpoints.save(n, tensors, {}, record, announce=str) for n, record in records.items()]
+    return checkpoints.save(step, {"weight": torch.ones(3)}, {}, record, announce=str)
 
-
-# ── Find ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def find(
-    run_dir: Path, requested: str = "auto", branch_from: Path | None = None
-) -> ResumePoint | None:
-    """Find the checkpoint of a run folder."""
-    return find_checkpoint(Checkpoints(run_dir / "checkpoints", keep=10), requested, branch_from)
-
-
-def test_auto_finds_the_newest_intact_checkpoint(tmp_path: Path) -> None:
-    assert find(tmp_path) is None
-    _, middle, newest = save(tmp_path, 4, 8, 12)
-    checkpoint = find(tmp_path)
-    assert checkpoint.path == newest and checkpoint.step == 12
-    assert checkpoint.in_run_folder and not checkpoint.is_branch
-    flip(max(newest.glob("*.safetensors")))
-    assert find(tmp_path).path == middle
-
-
-def test_a_run_folder_to_resume_means_its_newest_checkpoint(tmp_path: Path) -> None:
-    first, last = save(tmp_path / "other", 4, 8)
-    for requested, path in ((tmp_path / "other", last), (first, first)):
-        checkpoint = find(tmp_path / "run", str(requested))
-        assert checkpoint.path == path and not checkpoint.in_run_folder and not checkpoint.is_branch
-
-
-def test_a_run_branches_only_without_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    (trunk,) = save(tmp_path / "trunk", 4)
-    run_dir = tmp_path / "run"
-    branch = find(run_dir, branch_from=trunk)
-    assert branch.path == trunk and branch.is_branch and not branch.in_run_folder
-    (newest,) = save(run_dir, 6)
-    resumed = find(run_dir, branch_from=trunk)
-    assert resumed.path == newest and not resumed.is_branch
-
-
-def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
-    (trunk,) = save(tmp_path / "trunk", 4)
-    for folder in ("trunk", "nowhere"):
-        with pytest.raises(InputError, match=r"manifest\.json.*no complete checkpoint; choose"):
-            find(tmp_path / "run", branch_from=tmp_path / folder)
-    with pytest.raises(InputError, match="this is no complete checkpoint"):
-        find(tmp_path / "run", str(tmp_path / "nowhere"))
-    for path in save(tmp_path / "run", 4, 8):
-        flip(max(path.glob("*.safetensors")))
-    with pytest.raises(InputError, match="checkpoints: every checkpoint is damaged"):
-        find(tmp_path / "run", branch_from=trunk)
-
-
-# ── Compare and refuse ────────────────────────────────────────────────────────────────────────────
 
 WSD = "schedule.kind=wsd ; schedule.decay=0.2"
 FOR_24 = "train.steps=24"
@@ -182,7 +125,7 @@ RESUMES: list[tuple[str, int, str, str | None]] = [
 def test_a_run_resumes_unless_it_is_another_training(
     saved: str, step: int, present: str, refusal: str | None, jobs: Jobs, tmp_path: Path
 ) -> None:
-    save(tmp_path, step, job=jobs(saved))
+    save(tmp_path, step, record_of(jobs(saved), step))
     job = jobs(present, tmp_path)
     if refusal:
         with pytest.raises(InputError, match=refusal):
@@ -200,8 +143,7 @@ def test_a_run_with_former_keys_resumes_unless_they_changed_results(
     record = record_of(jobs("precision=block"), 4)
     record["identity"]["fp8_config.use_f32_scales"] = had_f32_scales
     record["health"]["usual_gap"] = None
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=10)
-    checkpoints.save(4, {"weight": torch.ones(3)}, {}, record, announce=str)
+    save(tmp_path, 4, record)
     job = jobs("precision=block", tmp_path)
     if had_f32_scales:
         with pytest.raises(InputError, match=r"use_f32_scales \(was true"):
@@ -222,8 +164,8 @@ def test_a_run_with_former_keys_resumes_unless_they_changed_results(
 def test_accepted_changes_still_need_steps_to_train(
     saved: str, step: int, present: str, refusal: str | None, jobs: Jobs, tmp_path: Path
 ) -> None:
-    """The checkpoint is in another folder."""
-    other = save(tmp_path / "other", step, job=jobs(saved))[0]
+    """The checkpoint is in another folder, whose metrics.jsonl has its rollbacks."""
+    other = save(tmp_path / "other", step, record_of(jobs(saved), step, left_out=3))
     job = jobs(present, tmp_path / "run")
     if refusal:
         with pytest.raises(InputError, match=refusal):
@@ -231,17 +173,17 @@ def test_accepted_changes_still_need_steps_to_train(
         return
     _, _, point = where_to_resume(job, str(other), accept_changes=True)
     assert point.notes == ["changed settings: seed (was 1, now 42)"]
-    assert point.past == {"changed": [{"step": 4, "was": {"seed": 1}}], "left_out": 0}
+    assert point.past == {"changed": [{"step": 4, "was": {"seed": 1}}], "left_out": 3}
 
 
 def test_a_branch_may_change_and_starts_with_an_empty_past(jobs: Jobs, tmp_path: Path) -> None:
-    (trunk,) = save(tmp_path / "trunk", 4, job=jobs("seed=1"))
+    trunk = save(tmp_path / "trunk", 4, record_of(jobs("seed=1"), 4))
     job = jobs(f"train.begin_with={trunk}", tmp_path / "run")
     _, _, branch = where_to_resume(job, "auto", accept_changes=False)
     assert branch.is_branch and branch.past == NO_PAST
     assert branch.notes == ["changed settings: seed (was 1, now 42)"]
     assert branch.health.losses == [2.0] and branch.health.rollbacks == 0
-    save(tmp_path / "run", 6, job=job)
+    save(tmp_path / "run", 6, record_of(job, 6))
     _, _, resumed = where_to_resume(job, "auto", accept_changes=False)
     assert resumed.health.rollbacks == 1 and resumed.past["left_out"] == 2
 
@@ -296,37 +238,31 @@ def test_a_start_never_overwrites_a_finished_run(file: str, jobs: Jobs, tmp_path
         where_to_resume(jobs("", tmp_path), "auto", accept_changes=False)
 
 
-def test_a_start_never_overwrites_the_steps_of_another_training(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_start_never_overwrites_steps_on_other_packs(jobs: Jobs, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "summary.json").unlink(missing_ok=True)
     job = jobs("", run_dir)
     (run_dir / "config.yaml").write_text(yaml_of(resolved(job.recipe)))
-    environment = {"horizon": 12, "data_fingerprint": job.data.train.fingerprint}
-    (run_dir / "environment.json").write_text(json.dumps(environment))
-    require_no_other_training(job)
-    (run_dir / "environment.json").write_text(json.dumps(environment | {"data_fingerprint": "a"}))
+    for fingerprint in (job.data.train.fingerprint, "another"):
+        environment = {"horizon": 12, "data_fingerprint": fingerprint}
+        (run_dir / "environment.json").write_text(json.dumps(environment))
+        if fingerprint != "another":
+            require_no_other_training(job)
     with pytest.raises(InputError, match=r"contains another training, .* data.fingerprint;"):
         require_no_other_training(job)
-    require_no_other_training(jobs("", tmp_path / "nothing yet"))
 
 
-# ── Build ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def point_of(job: Job, step: int, place: int | None = None, **identity: Any) -> ResumePoint:
-    record = record_of(job, step)
+def point_of(job: Job, step: int, place: int = 40, **identity: Any) -> ResumePoint:
+    record = record_of(job, step, left_out=1, place=place)
     record["identity"] |= identity
-    if place is not None:
-        record["progress"] |= {"left_out": 1, "place": place}
     return ResumePoint(Path("step"), record, past=NO_PAST)
 
 
-def test_a_resumed_run_continues_at_the_place_of_the_checkpoint(jobs: Jobs) -> None:
-    job = jobs("train.steps=16")
-    for tokens in (1024, 2048):
-        state = point_of(jobs(), 5, 44, **{"batch.tokens": tokens}).state(job)
-        assert (state.steps, state.step, state.tokens) == (16, 5, 5 * 1024)
-        assert (state.left_out, state.place) == (1, 44)
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_a_resumed_run_continues_at_the_place_of_the_checkpoint(tokens: int, jobs: Jobs) -> None:
+    state = point_of(jobs(), 5, 44, **{"batch.tokens": tokens}).state(jobs("train.steps=16"))
+    assert (state.steps, state.step, state.tokens) == (16, 5, 5 * 1024)
+    assert (state.left_out, state.place) == (1, 44)
 
 
 class Stream(Data):
@@ -363,7 +299,7 @@ def test_the_place_after_rollbacks_skips_the_discarded_packs(jobs: Jobs) -> None
     job = jobs()
     source = point_of(job, 5, 48)
     places = []
-    for point, steps in ((source, 3), (point_of(job, 4, 40), 2)):
+    for point, steps in ((source, 3), (point_of(job, 4), 2)):
         state = source.state(job)
         places.append(state.place)
         event = {"left_out": state.left_out + state.step + steps - point.step, "rollbacks": 1}
