@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import FileRecord, check_files, hash_file, hash_of, new_folder
 from foundation.reading import load_object
 from packing.settings import MANIFEST
@@ -306,7 +306,10 @@ class ArrowPacks(Packs):
         offsets [rows + 1] at which the document lengths of each row start. Packs with masks also
         have a column with the bits of the masks [rows, bytes]. First positions are not read.
         """
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+        with (
+            as_input_error((pa.ArrowException,), f"{path}: damaged", _REMEDY),
+            pa.ipc.open_stream(pa.memory_map(str(path))) as stream,
+        ):
             for batch in stream:
                 ids, lengths, _, *masks = batch.columns
                 columns = [_view(ids.values, np.uint32).reshape(len(ids), self.length)]

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from packing.arrow import Pack, Packs
 from packing.prepare import prepare
 from packing.records import TextTemplate
 from packing.settings import DataSettings
 from packing.sources import open_source
 from packing.store import open_packs
 from packing.tokenizer import save_tokenizer, train_tokenizer
+
+
+class PacksInMemory(Packs):
+    """A minimal implementation of `Packs`."""
+
+    path = Path("packs/in_memory")
+    fingerprint = "0" * 64
+    tokenizer = None
+
+    def __init__(self, packs: Sequence[Pack]) -> None:
+        self.packs = packs
+        self.length = len(packs[0].input_ids)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> Pack:
+        return self.packs[index]
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +88,8 @@ def packed(
     options = {"source": str(source), "tokenizer": str(tokenizer), "length": 1024} | more
     settings = DataSettings(packs=folder / "packs", **options)
     prepare(settings, progress=False)
-    packs = open_packs(settings, "train")
     documents = []
-    for pack in (packs[index] for index in range(len(packs))):
+    for pack in open_packs(settings, "train"):
         trained = np.ones(1024, bool) if pack.trained is None else pack.trained
         ends = np.cumsum(pack.lengths)
         for start, end in zip(ends - pack.lengths, ends, strict=True):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,38 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.arrow import IGNORE, Pack, Packs
+from packing.arrow import IGNORE, Pack
 from packing.batch import (
     Batching,
     BatchStream,
-    Microbatch,
     Prefetch,
-    StepBatches,
     build_microbatch,
     count_valid_tokens,
 )
 from packing.order import Mixture, Order
 from packing.pack import best_fit, fill_pack
+from tests.packing.conftest import PacksInMemory
 
 LENGTH = 32
-
-
-class PacksInMemory(Packs):
-    """A minimal implementation of `Packs`."""
-
-    path = Path("packs/in_memory")
-    fingerprint = "0" * 64
-    tokenizer = None
-
-    def __init__(self, packs: Sequence[Pack]) -> None:
-        self.packs = packs
-        self.length = len(packs[0].input_ids)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, index: int) -> Pack:
-        return self.packs[index]
 
 
 @st.composite
@@ -92,20 +70,6 @@ def stream(
     return BatchStream(packs, order, per_step, microbatch=microbatch, **options)
 
 
-def values_of(step: StepBatches) -> list[Any]:
-    """Return all values of a step, with lists in place of tensors."""
-    values = [value for name, value in vars(step).items() if name != "microbatches"]
-    for part in step.microbatches:
-        for value in vars(part).values():
-            values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
-    return values
-
-
-def evaluated(packs: Packs, limit: int | None = None, **options: Any) -> list[Microbatch]:
-    with Batching(**options).evaluation(packs, limit) as microbatches:
-        return list(microbatches)
-
-
 def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
@@ -114,10 +78,7 @@ def plain_rows(
     packs: list[Pack], mask_boundaries: bool
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return token ids, positions, labels and document ends, computed token by token."""
-    ids: list[int] = []
-    positions: list[int] = []
-    labels: list[int] = []
-    ends: list[int] = []
+    ids, positions, labels, ends = [], [], [], []
     for pack in packs:
         begin = len(ids)
         length = len(pack.input_ids)
@@ -210,17 +171,6 @@ def test_offsets_of_ranks_have_the_least_common_length(documents, world_size, mi
         assert {len(part.cu_seqlens) for part in together} == {-(-most // 16) * 16}
 
 
-def test_prefetched_and_resumed_steps_have_identical_tensors():
-    batches = stream(packs_of_text(), rank=1, world_size=2)
-    with batches.steps(0, 9) as steps:
-        prefetched = list(steps)
-    assert len(prefetched) == 9
-    expected = [values_of(batches.step(8 * number)) for number in range(9)]
-    assert [values_of(step) for step in prefetched] == expected
-    with stream(packs_of_text(), rank=1, world_size=2).steps(4 * 8, 5) as resumed:
-        assert [values_of(step) for step in resumed] == expected[4:]
-
-
 def test_an_exception_of_the_thread_is_raised_in_its_step():
     packs = packs_of_text()
     bad = int(Order(Mixture.alone(len(packs)), 11).packs_at(range(16, 24))[3])  # in step 2
@@ -235,9 +185,8 @@ def test_an_exception_of_the_thread_is_raised_in_its_step():
 
 
 def test_closing_early_ends_the_thread_and_iteration():
-    batches = stream(packs_of_text())
-    with batches.steps(0, 10**9) as steps:
-        next(steps)
+    with stream(packs_of_text()).steps(0, 10**9) as steps:
+        assert [next(steps).places.start for _ in range(3)] == [0, 8, 16]
         assert len(prefetch_threads()) == 1
     assert not prefetch_threads() and list(steps) == []
 
@@ -267,20 +216,13 @@ def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
     valid = sum(count_valid_tokens(pack, True) for pack in seen)
     for world_size, microbatch in itertools.product((1, 2, 3, 8), (1, 2, 4)):
         options = {"microbatch": microbatch, "world_size": world_size, "mask_boundaries": True}
-        ranks = [evaluated(packs, limit, rank=rank, **options) for rank in range(world_size)]
+        ranks = []
+        for rank in range(world_size):
+            with Batching(**options, rank=rank).evaluation(packs, limit) as microbatches:
+                ranks.append(list(microbatches))
         assert {len(parts) for parts in ranks} == {-(-len(seen) // (world_size * microbatch))}
         parts = [part for rank in ranks for part in rank]
         assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
         read = sorted(token for part in parts for token in part.input_ids[0].tolist() if token)
         assert read == once
         assert sum(part.valid_tokens for part in parts) == valid
-
-
-def test_tokens_beyond_the_model_are_rejected():
-    beyond = PacksInMemory([Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32))])
-    options = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(evaluated(beyond, **options, vocab_size=6)) == 1
-    with pytest.raises(InputError, match="pack 0 contains the token id 5"):
-        evaluated(beyond, **options, vocab_size=5)
-    with pytest.raises(InputError, match="pack 0 contains the token id 5"):
-        BatchStream(beyond, Order(Mixture.alone(1), 0), 1, **options, vocab_size=5).step(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from hypothesis import strategies as st
 from foundation import files
 from foundation.errors import InputError
 from packing import arrow
-from packing.arrow import ArrowPacks, Pack, Packs, write_packs
+from packing.arrow import ArrowPacks, Pack, write_packs
 from packing.order import splitmix64
 from packing.settings import DataSettings
 from packing.store import carve, open_packs
 from tests.conftest import flip
+from tests.packing.conftest import PacksInMemory
 
 LENGTH = 16
 TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "eos_id": 0}
@@ -57,12 +57,6 @@ def write(
         return write_packs(path, LENGTH, splits, **facts, **more)
 
 
-def assert_equal(pack: Pack, other: Pack) -> None:
-    assert pack.input_ids.dtype == np.uint32 and pack.lengths.dtype == np.int32
-    assert pack.input_ids.tolist() == other.input_ids.tolist()
-    assert pack.lengths.tolist() == other.lengths.tolist()
-
-
 def data_settings(path: Path, **values: object) -> DataSettings:
     return DataSettings(packs=path, **{"length": LENGTH, **values})
 
@@ -82,7 +76,10 @@ def test_packs_are_read_as_written_in_any_order(
     packs = ArrowPacks(path)
     assert len(packs) == count
     for index in np.random.default_rng(seed).permutation(count):
-        assert_equal(packs[int(index)], written[index])
+        pack = packs[int(index)]
+        assert pack.input_ids.dtype == np.uint32 and pack.lengths.dtype == np.int32
+        assert pack.input_ids.tolist() == written[index].input_ids.tolist()
+        assert pack.lengths.tolist() == written[index].lengths.tolist()
     for outside in (-1, count):
         with pytest.raises(IndexError):
             packs[outside]
@@ -116,59 +113,33 @@ def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
     assert len({*same, fingerprint(swapped), fingerprint(recut)}) == 3
 
 
-def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):
-    manifest = write(tmp_path / "packs", some_packs(1), texts={"tokenizer.json": "{}"})
+def test_damage_is_found_when_packs_are_opened_or_verified(tmp_path, monkeypatch):
+    """Files beside the packs, and a large folder, are hashed only by `verify`."""
+    path = tmp_path / "packs"
+    manifest = write(path, some_packs(4), texts={"tokenizer.json": "{}"})
     assert [file["name"] for file in manifest["files"]] == ["tokenizer.json"]
-    packs = ArrowPacks(tmp_path / "packs")
+    packs = ArrowPacks(path)
     packs.verify()
     assert packs.manifest == manifest
-    (tmp_path / "packs" / "tokenizer.json").write_text("[]")
+    (path / "tokenizer.json").write_text("[]")
     with pytest.raises(InputError, match=r"tokenizer\.json: damaged"):
-        ArrowPacks(tmp_path / "packs").verify()
-
-
-def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
-    def batches() -> Iterator[list[Pack]]:
-        yield some_packs(1)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        facts = {"settings": {}, "statistics": {}, "tokenizer": None}
-        write_packs(tmp_path / "packs", LENGTH, {"train": batches()}, **facts)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_damaged_shard_is_named_when_packs_are_opened(tmp_path):
-    write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
-    open_packs(data_settings(tmp_path / "packs"), "train")
-    shard = sorted((tmp_path / "packs" / "train").glob("*.arrow"))[-1]
-    flip(shard)
-    with pytest.raises(InputError, match=rf"{shard.name}: damaged.*; prepare the packs again"):
-        open_packs(data_settings(tmp_path / "packs"), "train")
-
-
-def test_a_large_folder_is_hashed_only_by_verify(tmp_path, monkeypatch):
+        ArrowPacks(path).verify()
+    shard = path / "train/data-00000.arrow"
+    damaged = rf"{shard.name}: damaged.*; prepare the packs again"
+    flip(shard, shard.read_bytes().index(some_packs(4)[0].input_ids.tobytes()))
+    with pytest.raises(InputError, match=damaged):
+        open_packs(data_settings(path), "train")
     monkeypatch.setattr(files, "ALWAYS_HASHED_BYTES", 0)
-    write(tmp_path / "packs", some_packs(4))
-    shard = next((tmp_path / "packs" / "train").glob("*.arrow"))
-    data = shard.read_bytes()
-    at = data.index(some_packs(4)[0].input_ids.tobytes())
-    shard.write_bytes(data[:at] + b"\x07" + data[at + 1 :])
-    packs = ArrowPacks(tmp_path / "packs")
-    with pytest.raises(InputError, match=rf"{shard.name}: damaged"):
-        packs.verify()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]],
-)
-def test_a_damaged_manifest_is_named(tmp_path, damage):
-    write(tmp_path / "packs", some_packs(4))
-    file = tmp_path / "packs" / "packs.json"
-    file.write_text(damage(file.read_text()))
-    with pytest.raises(InputError, match=r"packs\.json: (this file is damaged|cannot be read)"):
-        open_packs(data_settings(tmp_path / "packs"), "train")
+    large = ArrowPacks(path)
+    with pytest.raises(InputError, match=damaged):
+        large.verify()
+    flip(shard)  # the last byte is not a token, but a part of Arrow's format
+    with pytest.raises(InputError, match=damaged):
+        ArrowPacks(path)
+    for damage in (lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: "{"):
+        (path / "packs.json").write_text(damage((path / "packs.json").read_text()))
+        with pytest.raises(InputError, match=r"packs\.json: (this file is damaged|cannot be read)"):
+            open_packs(data_settings(path), "train")
 
 
 def test_an_existing_held_out_split_is_used(tmp_path):
@@ -182,26 +153,15 @@ def test_an_existing_held_out_split_is_used(tmp_path):
 def test_packs_with_the_smallest_hashes_are_held_out(count, share):
     """The same packs must be held out after a resume."""
 
-    class Numbers(Packs):
-        path = Path("numbers")
-        length = LENGTH
-        fingerprint = "0" * 64
-        tokenizer = None
-
-        def __len__(self) -> int:
-            return count
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
+    packs = PacksInMemory([Pack(np.array([n]), np.array([1])) for n in range(count)])
     held_out_count = max(1, round(share * count))
     if held_out_count >= count:
         with pytest.raises(InputError, match=r"set data\.held_out to 0"):
-            carve(Numbers(), share, "train")
+            carve(packs, share, "train")
         return
-    train, held_out = (carve(Numbers(), share, split) for split in ("train", "held_out"))
+    train, held_out = (carve(packs, share, split) for split in ("train", "held_out"))
     hashes = splitmix64(np.arange(count, dtype=np.uint64)).tolist()
     chosen = sorted(sorted(range(count), key=hashes.__getitem__)[:held_out_count])
-    assert [held_out[index] for index in range(len(held_out))] == chosen
-    assert [train[index] for index in range(len(train))] == sorted({*range(count)} - {*chosen})
+    assert [int(pack.input_ids[0]) for pack in held_out] == chosen
+    assert [int(pack.input_ids[0]) for pack in train] == sorted({*range(count)} - {*chosen})
     assert train.fingerprint != held_out.fingerprint
