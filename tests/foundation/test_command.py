@@ -74,11 +74,9 @@ def test_the_message_is_printed_if_another_program_sets_the_error_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_ends_with_its_status_after_threads_and_exit_functions() -> None:
-    """No object is freed after that, which would take seconds with torch."""
-    program = """
+ENDING = """
 import atexit, sys, threading, time
-from foundation.command import end_process
+from foundation.command import end_after_error, end_process, run_command
 
 class Freed:
     def __del__(self):
@@ -88,32 +86,30 @@ freed = Freed()
 atexit.register(print, "exit function")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 sys.stdout.write("last line ")
-sys.stderr.write("error")
-end_process(3)
+sys.excepthook = end_after_error
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 3
-    assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"
 
 
-def test_an_unexpected_error_has_a_traceback_and_a_status_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [
+        ("sys.stderr.write('error'); end_process(3)", 3, "error"),
+        ("run_command(lambda: 1 / 0)", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_a_process_ends_with_its_status_after_threads_and_exit_functions(
+    end: str, status: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No object is freed after that, which would take seconds with torch."""
     path = tmp_path / "status"
     path.write_text("138\n")  # of an earlier start of the same job
     monkeypatch.setenv("PRETRAIN_STATUS_FILE", str(path))
     monkeypatch.delenv("RANK", raising=False)
-    program = """
-import sys
-from foundation.command import end_after_error, run_command
-sys.excepthook = end_after_error
-run_command(lambda: 1 / 0)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert "Traceback" in ended.stderr
-    assert path.read_text() == "1\n"
+    ended = subprocess.run([sys.executable, "-c", ENDING + end], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (status, "last line thread\nexit function\n")
+    assert ended.stderr.endswith(error) and ("Traceback" in ended.stderr) == (status == 1)
+    # Another function writes the status of an error that is no bug.
+    assert path.read_text() == ("1\n" if status == 1 else "138\n")
     assert run_command(failing(InputError("a mistake"))) == 2
     assert path.read_text() == "2\n"
 

@@ -41,34 +41,23 @@ def hold(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", HOLD, str(path)], text=True, **pipes)
 
 
-@pytest.fixture
-def holder(tmp_path: Path):
-    process = hold(tmp_path / "lock")
-    assert process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
 def refuse(holder: str) -> None:
     raise InputError(holder)
 
 
-def test_a_waiting_process_gets_the_lock_when_it_is_released(holder, tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_lock_when_it_is_released(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    holder = hold(lock)
+    assert holder.stdout.readline() == "locked\n"
+    name = f"process {holder.pid} on {socket.gethostname()}"
     for _ in range(2):  # a refused attempt must not disturb the holder
-        with (
-            pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()}"),
-            locked(tmp_path / "lock", refuse),
-        ):
+        with pytest.raises(InputError, match=name), locked(lock, refuse):
             pass
-    second = hold(tmp_path / "lock")
-    assert f"process {holder.pid}" in second.stdout.readline()  # printed before it waits
+    second = hold(lock)
+    assert name in second.stdout.readline()  # printed before it waits
     holder.communicate("done\n")
     assert second.stdout.readline() == "locked\n"
-    with (
-        pytest.raises(InputError, match=f"process {second.pid}"),
-        locked(tmp_path / "lock", refuse),
-    ):
+    with pytest.raises(InputError, match=f"process {second.pid}"), locked(lock, refuse):
         pass
     second.communicate("done\n")
 
@@ -85,15 +74,6 @@ def test_a_lock_replaces_no_other_file(tmp_path: Path, content: str, link: bool)
     with pytest.raises(InputError, match=f"^{lock}: "), locked(lock, refuse):
         pass
     assert file.read_bytes() == before
-
-
-def test_a_failed_lock_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", cannot(errno.EIO))
-    with (
-        pytest.raises(InputError, match=f"^{tmp_path}/lock: .*Input/output error"),
-        locked(tmp_path / "lock", refuse),
-    ):
-        pass
 
 
 def test_a_waiting_process_creates_a_deleted_lock_again(tmp_path: Path) -> None:
@@ -137,20 +117,20 @@ def cannot(number: int):
     return call
 
 
-def test_a_file_that_cannot_be_replaced_keeps_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_call_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be replaced keeps its content."""
     replace_file(tmp_path / "new" / "file", b"old")
+    with pytest.raises(OSError, match=r"Invalid argument: '/dev/null'"):
+        fsync(Path("/dev/null"))
     monkeypatch.setattr(os, "fsync", cannot(errno.ENOSPC))
     with pytest.raises(InputError, match=r"new/file: .*No space"):
         replace_file(tmp_path / "new" / "file", b"new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_bytes() == b"old"
-
-
-def test_a_failed_flush_names_its_file() -> None:
-    with pytest.raises(OSError, match=r"Invalid argument: '/dev/null'"):
-        fsync(Path("/dev/null"))
+    monkeypatch.setattr(fcntl, "flock", cannot(errno.EIO))
+    lock = tmp_path / "lock"
+    with pytest.raises(InputError, match=f"^{lock}: .*Input/output error"), locked(lock, refuse):
+        pass
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")

@@ -1,4 +1,4 @@
-"""The GPUs of a machine, as NVIDIA's management library reports them."""
+"""The GPUs of a machine, as NVIDIA's management library or the driver of CUDA reports them."""
 
 from __future__ import annotations
 
@@ -12,97 +12,57 @@ import pytest
 from foundation.gpus import used_memory, visible_gpus
 
 USED = {0: 1, 1: 2, "GPU-3f5c": 3}
+HERE = pynvml.NVML_SUCCESS
+MISSING = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the answers of NVML by those of a machine with two GPUs."""
+@pytest.mark.parametrize(
+    ("nvml", "driver", "variable", "names", "used"),
+    [
+        (HERE, 0, None, ["0", "1"], [1, 2]),
+        (HERE, 0, "1", ["1"], [2]),
+        (HERE, 0, " GPU-3f5c ", ["GPU-3f5c"], [3]),
+        (HERE, 0, "-1", [], []),
+        (HERE, 0, "0,7", ["0", "7"], []),
+        # A container has no NVML. A machine without a GPU has no driver, or one without a device.
+        (MISSING, 0, None, ["0", "1"], []),
+        (MISSING, 0, "-1", [], []),
+        (MISSING, None, None, [], []),
+        (MISSING, 100, None, [], []),
+    ],
+)
+def test_visible_gpus_and_their_used_memory_are_reported(
+    nvml: int, driver: int | None, variable: str | None, names: list, used: list, monkeypatch
+) -> None:
+    """NVML and the driver are those of a machine with two GPUs. `driver` is its status."""
+
+    def init() -> None:
+        if nvml != HERE:
+            raise pynvml.NVMLError(nvml)
 
     def handle(name: int | str) -> int | str:
+        init()
         if name not in USED:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return name
 
-    def memory(name: int | str, version: int) -> SimpleNamespace:
-        return SimpleNamespace(used=USED[name] << 30)
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
-
-
-@pytest.mark.parametrize(
-    ("variable", "names", "used"),
-    [
-        (None, ["0", "1"], [1, 2]),
-        ("1", ["1"], [2]),
-        (" GPU-3f5c ", ["GPU-3f5c"], [3]),
-        ("-1", [], []),
-        ("0,7", ["0", "7"], []),
-    ],
-)
-def test_the_used_memory_of_visible_gpus_is_reported(
-    variable: str | None,
-    names: list[str],
-    used: list[float],
-    two_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert visible_gpus() == names
-    assert used_memory() == used
-
-
-class Driver:
-    """CUDA's driver on a machine with two GPUs."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-    def cuInit(self, flags: int) -> int:
-        return self.status
-
-    def cuDeviceGetCount(self, count: Any) -> int:
-        if self.status == 0:
-            count._obj.value = 2
-        return self.status
-
-
-def without_nvml(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None:
-    """Remove NVML, and replace the driver of CUDA. None removes the driver too."""
-
-    def init() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    def load(name: str) -> Driver:
-        if driver is None:
-            raise OSError(name)
+    def count(number: Any) -> int | None:
+        number._obj.value = 0 if driver else 2
         return driver
 
+    def load(name: str) -> SimpleNamespace:
+        if driver is None:
+            raise OSError(name)
+        return SimpleNamespace(cuInit=lambda flags: driver, cuDeviceGetCount=count)
+
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(pynvml, "nvmlInit", init)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-
-
-@pytest.mark.parametrize(
-    ("driver", "variable", "names"),
-    [
-        (Driver(0), None, ["0", "1"]),
-        (Driver(0), "-1", []),
-        (None, None, []),
-        (Driver(100), None, []),
-    ],
-    ids=["a container", "hidden", "no driver", "no device"],
-)
-def test_cuda_counts_the_gpus_of_a_machine_without_nvml(
-    driver: Driver | None, variable: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_nvml(monkeypatch, driver)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert visible_gpus() == names
-    assert used_memory() == []
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    for name in ("Index", "UUID"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGetHandleBy{name}", handle)
+    memory = lambda name, version: SimpleNamespace(used=USED[name] << 30)  # noqa: E731
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert (visible_gpus(), used_memory()) == (names, used)

@@ -54,7 +54,6 @@ class Example(Settings):
 
 SWITCH = "must not be true or false (yes, no, on, off), but is "
 MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
-    ({"rate": float("nan")}, "`rate`"),
     ({"steps": 1.5}, "`steps`"),
     ({"shares": [0.5, 1]}, "`shares.1`"),
     ({"recompute": {"layers": -1}}, "`recompute.layers`"),
@@ -64,14 +63,12 @@ MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
     ({"name": False}, "`name`: Input should be a text in quotes, but is False"),
     ({"names": None}, "`names`: Input should be a valid list, but is None"),
     ({"recompute": 5}, "(its keys: layers), but is 5; did you mean `recompute.layers`?"),
-    ({"steps": "1B"}, "but is '1B'"),
     ({"warmup": 0.1}, "but is 0.1"),
     ({"rate": [1, 2]}, "`rate`: Input should be a valid number, but is [1, 2]"),
     ({"shares": [0.5, [1]]}, "but is [1]"),
     ({"Rate": 1}, "`Rate`: unknown key; did you mean `rate`?"),
     ({"layers": 1}, "`layers`: unknown key; did you mean `recompute.layers`?"),
     ({"lr": 1}, "`lr`: unknown key; did you mean `rate`?"),
-    ({"nates": 1}, "`nates`: unknown key; did you mean `names`?"),
     ({"lora": 1}, "`lora`: unknown key; known keys here: "),
     ({"deepspeed": 1}, "shares, source, steps, switch, template, warmup; see docs/keys.md"),
     ({"switch": {}, "rate": "x"}, ("`rate`", "`switch.layers`")),
@@ -89,7 +86,7 @@ def test_a_mistake_is_one_line_that_names_the_key(
         assert line.startswith("file: ") and part in line
 
 
-def test_deep_wide_and_long_values_have_a_short_message() -> None:
+def test_deep_wide_long_and_many_values_have_a_short_message() -> None:
     # Lists that are nested deeper than the recursion limit, and a list with 9^9 texts.
     deep: list = reduce(lambda inner, _: [inner], range(5000), [])
     wide: list = reduce(lambda inner, _: [inner] * 9, range(9), ["x"])
@@ -100,6 +97,9 @@ def test_deep_wide_and_long_values_have_a_short_message() -> None:
             with pytest.raises(InputError, match="but is") as error:
                 parse(Example, values, "file")
             assert max(map(len, str(error.value).splitlines())) < 1000
+    with pytest.raises(InputError) as error:
+        parse(Example, {f"key{number}": 1 for number in range(10_000)}, "file")
+    assert str(error.value).count("unknown key") == 20
 
 
 def test_a_setting_of_both_kinds_takes_numbers_and_switches() -> None:
@@ -175,12 +175,6 @@ def test_a_path_is_expanded_and_is_no_address(
         return
     value = getattr(parse(Example, {key: written}, "file"), key)
     assert value == (Path(read) if key == "folder" else read)
-
-
-def test_a_file_with_thousands_of_mistakes_has_a_short_message() -> None:
-    with pytest.raises(InputError) as error:
-        parse(Example, {f"key{number}": 1 for number in range(10_000)}, "file")
-    assert str(error.value).count("unknown key") == 20
 
 
 def test_a_removed_key_is_read_in_records_and_with_its_former_default() -> None:

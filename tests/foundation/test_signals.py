@@ -38,23 +38,24 @@ def start(seconds_between_signals: float, *before: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
-    process = start(seconds_between_signals=0)
-    process.send_signal(number)
-    output, errors = process.communicate()
-    assert output == f"saving\nsaved after {number.name}\n"
-    assert process.returncode == 0
-    assert f"{number.name}: finishing this step" in errors
-    assert ("Ctrl-C" in errors) == (number == signal.SIGINT)
-
-
-def test_under_nohup_a_lost_terminal_changes_nothing():
-    process = start(0, "nohup")
-    for number in (signal.SIGHUP, signal.SIGTERM):
+@pytest.mark.parametrize(
+    ("before", "numbers", "stops"),
+    [
+        ((), [signal.SIGINT], signal.SIGINT),
+        ((), [signal.SIGHUP], signal.SIGHUP),
+        ((), [signal.SIGUSR1], signal.SIGUSR1),
+        (("nohup",), [signal.SIGHUP, signal.SIGTERM], signal.SIGTERM),
+    ],
+)
+def test_a_first_signal_lets_the_process_save_and_exit_cleanly(before, numbers, stops):
+    """Under nohup, a lost terminal changes nothing."""
+    process = start(0, *before)
+    for number in numbers:
         process.send_signal(number)
     output, errors = process.communicate()
-    assert output == "saving\nsaved after SIGTERM\n" and "SIGHUP" not in errors
+    assert output == f"saving\nsaved after {stops.name}\n" and process.returncode == 0
+    assert f"{stops.name}: finishing this step" in errors and errors.count("finishing") == 1
+    assert ("Ctrl-C" in errors) == (stops == signal.SIGINT)
 
 
 def test_a_second_ctrl_c_exits_at_once():

@@ -50,10 +50,15 @@ def test_fetch_copies_the_objects_of_a_folder_or_pattern(data: str) -> None:
 
 
 def test_fetch_copies_an_object_once(data: str, s3_server: Server) -> None:
-    first = fetch(f"{data}/a.jsonl")
+    """An interrupted copy is repeated."""
+    first = path_for(f"{data}/a.jsonl")
+    first.parent.mkdir(parents=True)
+    first.write_bytes(b"a.j")
+    assert fetch(f"{data}/a.jsonl") == first
+    assert first.read_bytes() == b"a.jsonl"
     modified = first.stat().st_mtime_ns
     s3_server.requests.clear()
-    assert fetch(f"{data}/a.jsonl") == first
+    fetch(f"{data}/a.jsonl")
     assert "GET" not in requests_for(s3_server, "a.jsonl")
     first.unlink()
     # Packs recognise their source by the time of its files, also on another machine.
@@ -70,13 +75,6 @@ def test_fetch_replaces_changed_objects(data: str, name: str) -> None:
     # A training that reads the earlier copy keeps it.
     assert open_copy.read() == b"a.jsonl"
     open_copy.close()
-
-
-def test_fetch_repeats_an_interrupted_copy(data: str) -> None:
-    copy = path_for(f"{data}/a.jsonl")
-    copy.parent.mkdir(parents=True)
-    copy.write_bytes(b"a.j")
-    assert fetch(f"{data}/a.jsonl").read_bytes() == b"a.jsonl"
 
 
 def test_an_object_that_changes_while_it_is_copied_is_copied_again(
@@ -112,13 +110,15 @@ def test_processes_wait_for_the_copies_of_another(data: str, s3_server: Server) 
         ("{data}/*.csv", "no such object or folder"),
         ("s4://bucket/a", "Protocol not known: s4"),
         ("{data}/../a", "has an empty part"),
+        ("{data}/x", "y: has an empty part, `.` or `..`"),
     ],
 )
 def test_fetch_names_the_address_that_cannot_be_read(data: str, address: str, reason: str) -> None:
+    write(f"{data}/x/../../y", b"")
     address = address.format(data=data)
     with pytest.raises(InputError, match=reason) as error:
         fetch(address)
-    assert str(error.value).startswith(f"{address}: ")
+    assert str(error.value).startswith((f"{address}: ", f"{data}/x/.."))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,6 @@ def test_a_secret_in_an_address_is_refused_and_not_printed(address: str, prefix:
         assert "SEC" not in str(error.value)
 
 
-def test_addresses_without_a_secret_are_accepted() -> None:
-    for address in ("hf://datasets/a/b@main/c.jsonl", "s3://bucket/part-?.jsonl", "gs://b/[a]*"):
-        assert at_home(address) == address
-
-
 def test_fetch_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"class": "not_installed.FileSystem", "err": "Install not_installed"}
     registry = sys.modules["fsspec.registry"]
@@ -153,12 +148,6 @@ def test_fetch_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", {})
     with pytest.raises(InputError, match=r"^gs://bucket/a: ImportError: Install not_installed"):
         fetch("gs://bucket/a")
-
-
-def test_an_object_cannot_be_copied_outside_of_the_folder(bucket: str) -> None:
-    write(f"{bucket}/data/x/../../y", b"")
-    with pytest.raises(InputError, match="has an empty part"):
-        fetch(f"{bucket}/data")
 
 
 def test_copies_have_the_name_of_their_address() -> None:
