@@ -12,8 +12,17 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from packing.arrow import Pack, write_packs
+from packing.order import MixedPacks
 from packing.settings import DataSettings
-from pretrain.run.data import Data, check_labels, check_tokens, open_data, open_prepared
+from packing.store import SelectedPacks
+from pretrain.run.data import (
+    Data,
+    check_labels,
+    check_tokens,
+    evaluated_packs,
+    open_data,
+    open_prepared,
+)
 from pretrain.run.tokenizer import fingerprint_at, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
@@ -33,6 +42,15 @@ def settings(words: Path, tmp_path: Path) -> DataSettings:
 @pytest.fixture
 def data(settings: DataSettings) -> Data:
     return open_data(settings, is_main_process=False)
+
+
+@pytest.mark.parametrize(("limit", "counts"), [(None, [9, 1]), (5, [4, 1]), (100, [9, 1])])
+def test_a_limited_evaluation_reads_packs_of_every_source(
+    limit: int | None, counts: list[int], data: Data
+) -> None:
+    sources = {name: SelectedPacks(data.train, np.arange(n)) for name, n in (("a", 9), ("b", 1))}
+    both = MixedPacks(data.train.path, sources, dict.fromkeys(sources, 0.5))
+    assert [count for _, count in evaluated_packs(both, limit).values()] == counts
 
 
 def test_a_plan_of_this_machine_prepares_no_packs(settings: DataSettings) -> None:
@@ -70,16 +88,8 @@ def test_a_null_vocabulary_has_the_size_of_the_tokenizer(settings: DataSettings)
     assert (with_tokens(model, settings, None).config or {})["vocab_size"] == 128
 
 
-def test_packs_without_a_tokenizer_are_accepted(small_packs: Path) -> None:
-    data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
-    assert data.tokenizer == {}
-    check_tokens(data, 61, None)
-    with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
-        check_tokens(data, 60, None)
-
-
 def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
-    settings: DataSettings, words: Path, tmp_path: Path
+    settings: DataSettings, words: Path, small_packs: Path, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer.from_file(str(words / "tokenizer.json"))
     tokenizer.add_special_tokens(["<image>"])
@@ -87,9 +97,14 @@ def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
     tokenizer.save(str(folder / "tokenizer.json"))
     data = open_data(settings.model_copy(update={"tokenizer": str(folder)}), is_main_process=True)
     assert data.tokenizer["vocab_size"] == tokenizer.get_vocab_size() == 62
-    check_tokens(data, 61, data.tokenizer["fingerprint"])
-    with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
-        check_tokens(data, 60, data.tokenizer["fingerprint"])
+    # The packs of `small_packs` have no tokenizer.
+    without = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
+    assert without.tokenizer == {}
+    for packs in (data, without):
+        fingerprint = packs.tokenizer.get("fingerprint")
+        check_tokens(packs, 61, fingerprint)
+        with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
+            check_tokens(packs, 60, fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -104,26 +119,22 @@ def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
         ([2, 2], [0, 0, 0, 1], True, True),
     ],
 )
-@pytest.mark.parametrize("split", ["train", "held_out"])
+@pytest.mark.parametrize("kind", ["train", "held-out"])
 def test_packs_without_a_label_are_rejected(
-    split: str,
-    lengths: list[int],
-    trained: list[int] | None,
-    mask_boundaries: bool,
-    labels: bool,
-    tmp_path: Path,
+    kind: str, lengths: list, trained: list | None, mask_boundaries: bool, labels: bool, tmp_path
 ) -> None:
-    ids = np.ones(4, np.uint32)
-    mask = None if trained is None else np.array(trained, bool)
-    good = Pack(ids, np.array([4], np.int32), mask if mask is None else np.ones(4, bool))
-    pack = Pack(ids, np.array(lengths, np.int32), mask)
-    splits = {"train": [[good]], "held_out": [[good]]} | {split: [[pack]]}
+    def pack_of(lengths: list[int], trained: list[int] | None) -> Pack:
+        mask = None if trained is None else np.array(trained, bool)
+        return Pack(np.ones(4, np.uint32), np.array(lengths, np.int32), mask)
+
+    good = pack_of([4], trained and [1] * 4)
+    splits = {"train": [[good]], "held_out": [[good]]}
+    splits[kind.replace("-", "_")] = [[pack_of(lengths, trained)]]
     write_packs(tmp_path / "packs", 4, splits, settings={}, statistics={}, tokenizer=None)
     settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)
     data = open_data(settings, is_main_process=True)
     if labels:
         check_labels(data, settings)
-    else:
-        kind = "training" if split == "train" else "held-out"
-        with pytest.raises(InputError, match=f"packs: no token .* 1 {kind} pack .*`data.length`"):
-            check_labels(data, settings)
+        return
+    with pytest.raises(InputError, match=f"packs: no token .* 1 {kind}.* pack .*`data.length`"):
+        check_labels(data, settings)

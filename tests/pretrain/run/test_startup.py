@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -29,10 +27,8 @@ class SmallDevice(nn.Module):
         self.packs = packs
         self.fails_in = fails_in
         self.sharding = None
+        self.discard_partial_gradients = lambda: None  # as without FSDP2
         self.tried: list[int] = []
-
-    def discard_partial_gradients(self) -> None:
-        """Do nothing, as without FSDP2."""
 
     def forward(self, input_ids: Tensor, **inputs: object) -> Tensor:
         packs = input_ids.shape[1] // LENGTH
@@ -50,36 +46,30 @@ def run_out_of_memory(*_: object) -> None:
     raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.fixture
-def make_batch() -> Callable[..., Microbatch]:
-    return lambda packs, lengths=(5, 3): build_microbatch(
-        random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True
-    )
+def make_batch(packs: int, lengths: tuple[int, ...] = (5, 3)) -> Microbatch:
+    return build_microbatch(random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True)
 
 
-def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int:
-    """Return the largest size that fits a device with 100 bytes.
-
-    Every trial takes `used` bytes.
-    """
+def find(model: SmallDevice, accelerator: Accelerator, used: int = 1) -> int:
+    """Return the largest size that fits a device with 100 bytes. Every trial takes `used` bytes."""
     options = {"multiple_of": 8, "usable": 100, "most_reserved": lambda: used}
     return largest_that_fits(model, accelerator, [1, 2, 4, 8], make_batch, **options)
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_a_size_that_runs_out_of_memory_is_not_chosen(
-    fails_in: str, accelerator: Accelerator, make_batch: Callable
+    fails_in: str, accelerator: Accelerator
 ) -> None:
     model = SmallDevice(build_model(), packs=3, fails_in=fails_in)
     attach_main_gradients(model, torch.float32)
-    assert find(model.eval(), accelerator, make_batch) == 2
+    assert find(model.eval(), accelerator) == 2
     assert model.tried.count(1) == 2, "tried again with gradients in memory"
     assert all(module.training for module in model.modules())
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and not was_reached(parameter), name
     # Nothing fits.
-    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) == 0
-    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) == 0
+    assert find(SmallDevice(build_model(), packs=0), accelerator) == 0
+    assert find(SmallDevice(build_model(), packs=8), accelerator, used=101) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +102,7 @@ def test_a_microbatch_grows_to_the_largest_that_fits(
         assert max(tried) == expected, "every tried size fits"
 
 
-def test_growth_starts_with_a_size_that_the_precision_takes(
-    accelerator: Accelerator, make_batch: Callable
-) -> None:
+def test_growth_starts_with_a_size_that_the_precision_takes(accelerator: Accelerator) -> None:
     """Half a pack has 48 tokens, which is not a multiple of 32, so that 64 are tried.
 
     The device's memory holds only the tokens of the model's input.
