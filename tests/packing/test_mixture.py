@@ -18,8 +18,8 @@ from packing.store import open_packs
 from packing.stream import order_of
 
 
-def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
-    path.write_text("".join(json.dumps({"text": text} | more) + "\n" for text in texts))
+def write_rows(path: Path, column: str, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in texts))
     return path
 
 
@@ -29,11 +29,8 @@ def values(
 ) -> dict[str, Any]:
     """Return settings with two sources. The second source is short and has other columns."""
     folder = tmp_path_factory.mktemp("mixture")
-    web = write_texts(folder / "web.jsonl", [text[:900] for text in documents])
-    code = folder / "code.jsonl"
-    code.write_text(
-        "".join(json.dumps({"body": text[:300], "n": 1}) + "\n" for text in documents[:20])
-    )
+    web = write_rows(folder / "web.jsonl", "text", [text[:900] for text in documents])
+    code = write_rows(folder / "code.jsonl", "body", [text[:300] for text in documents[:20]])
     both = [
         {"source": str(web), "weight": 0.7},
         {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
@@ -77,56 +74,51 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
 
 
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
+    """With other sources, the error is about the settings, not about a missing file."""
     parts = [{"name": "web", "weight": 0.7}, {"name": "short", "weight": 0.3}]
     again = DataSettings(packs=data.packs, length=64, sources=parts)
-    missing_sources = [
-        {**part, "source": str(data.packs / "missing.jsonl"), "name": source.name}
-        for part, source in zip(parts, again.sources, strict=True)
-    ]
-    common = {"packs": data.packs, "length": 64, "tokenizer": data.tokenizer}
-    moved = DataSettings(sources=missing_sources, **common)
-    # The error is about the settings, not about the missing file.
-    with pytest.raises(InputError, match="prepared with other settings"):
-        prepare(moved, progress=False)
     assert not again.prepares
     assert open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
+    moved = [part | {"source": "missing.jsonl"} for part in parts]
+    common = {"packs": data.packs, "length": 64, "tokenizer": data.tokenizer}
+    with pytest.raises(InputError, match="prepared with other settings"):
+        prepare(DataSettings(sources=moved, **common), progress=False)
 
 
 def test_another_file_or_split_is_the_validation_data(
     tmp_path: Path, documents: list[str], tokenizer_file: Path
 ) -> None:
-    documents = [text[:2000] for text in documents]
-    train = write_texts(tmp_path / "a.jsonl", documents[:30])
-    other = write_texts(tmp_path / "b.jsonl", documents[30:40])
-    common = {"tokenizer": str(tokenizer_file), "length": 64}
-    by_file = DataSettings(
-        packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common
-    )
-    prepare(by_file, progress=False)
-    text = Tokenizer.from_file(str(tokenizer_file)).decode(tokens_in(by_file, "held_out"))
-    assert sorted(text) == sorted("".join(documents[30:40]))
     import datasets  # slow to import
 
-    saved = tmp_path / "saved"
-    splits = {"train": documents[:30], "test": documents[30:40]}
+    texts = {"train": documents[:30], "test": documents[30:40]}
+    texts = {split: [text[:2000] for text in texts[split]] for split in texts}
+    train, test = (
+        str(write_rows(tmp_path / f"{split}.jsonl", "body", texts[split])) for split in texts
+    )
+    saved = str(tmp_path / "saved")
     datasets.DatasetDict(
-        {name: datasets.Dataset.from_dict({"body": texts}) for name, texts in splits.items()}
+        {split: datasets.Dataset.from_dict({"body": texts[split]}) for split in texts}
     ).save_to_disk(saved)
-    common |= {"text": "body"}
-    test = {"split": "test"}
-    by_split = DataSettings(packs=tmp_path / "split", source=str(saved), validation=test, **common)
-    prepare(by_split, progress=False)
-    for split in ("train", "held_out"):
-        assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
-    dev = DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common)
+    common = {"tokenizer": str(tokenizer_file), "length": 64, "text": "body"}
+    fingerprints = []
+    for source, validation in ((train, {"source": test}), (saved, {"split": "test"})):
+        packs = tmp_path / f"packs-{len(fingerprints)}"
+        data = DataSettings(packs=packs, source=source, validation=validation, **common)
+        prepare(data, progress=False)
+        text = Tokenizer.from_file(str(tokenizer_file)).decode(tokens_in(data, "held_out"))
+        assert sorted(text) == sorted("".join(texts["test"]))
+        fingerprints.append(
+            [open_packs(data, split).fingerprint for split in ("train", "held_out")]
+        )
+    assert fingerprints[0] == fingerprints[1]
+    dev = DataSettings(packs=tmp_path / "dev", source=saved, split="dev", **common)
     with pytest.raises(InputError, match=r"`data.split: dev`: .*set `data.split` to one of train"):
         prepare(dev, progress=False)
 
 
 def tokens_in(settings: DataSettings, split: str = "train") -> list[int]:
     packs = open_packs(settings, split)
-    read = [packs[index] for index in range(len(packs))]
-    return [token for pack in read for token in pack.input_ids[: pack.lengths.sum()].tolist()]
+    return [token for pack in packs for token in pack.input_ids[: pack.lengths.sum()].tolist()]
 
 
 def test_a_single_text_file_holds_out_its_tail(

@@ -11,7 +11,12 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import hash_of, write_json
+from packing import workers
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
@@ -31,7 +37,9 @@ from packing.sources import DatasetSource
 from packing.store import open_packs
 from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from packing.workers import start_worker
 from pretrain.__main__ import main
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +50,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def texts_in(settings: DataSettings, split: str = "train") -> list[str]:
     """Return the documents of the packs in order, split at their end tokens."""
     packs = open_packs(settings, split)
-    ids = np.concatenate([packs[i].input_ids[: packs[i].lengths.sum()] for i in range(len(packs))])
+    ids = np.concatenate([pack.input_ids[: pack.lengths.sum()] for pack in packs])
     end = load_tokenizer(settings.tokenizer).end_of_text
     decode = Tokenizer.from_file(settings.tokenizer).decode
     return [decode(part) for part in np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]]
@@ -354,3 +362,126 @@ def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
     load_tokenizer.cache_clear()
     with pytest.raises(InputError, match=r"the template uses `eos_token`, but .* has no EOS token"):
         packs_of(chats, chat_template="plain", packs=tmp_path / "plain")
+
+
+# ── Commands ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def run(corpus: Path, documents: list[str], here: DataSettings, capsys) -> Callable[..., str]:
+    """Function that runs a command, and returns its output and messages."""
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:9]))
+    Path("recipe.yaml").write_text(
+        "data: {source: corpus.jsonl, tokenizer: tokenizer, packs: packs, length: 128}\nname: x\n"
+    )
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert main([*arguments]) == status
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+def test_commands_read_the_data_section_of_a_recipe_with_overrides(run: Callable) -> None:
+    assert "packs: no such file or folder" in run("inspect", "recipe.yaml", status=2)
+    assert "train.steps" in run("prepare", "recipe.yaml", "train.steps=3", status=2)
+    run("prepare", "recipe.yaml")
+    printed = run("inspect", "recipe.yaml")
+    assert "packs: ArrowPacks of 128 tokens" in printed
+    assert re.search(r"  fill +\d+\.\d\d %\n", printed)
+    Path("other.jsonl").write_text(Path("corpus.jsonl").read_text().replace("a", "b"))
+    other = ["data.length=64", "data.packs=other", "data.validation.source=other.jsonl"]
+    run("prepare", "recipe.yaml", *other)
+    assert Path("other-validation").is_dir()
+    assert "other: ArrowPacks of 64 tokens" in run("inspect", "recipe.yaml", *other)
+    assert "verified" in run("inspect", "other", "--verify")
+    assert "settings override a recipe" in run("inspect", "other", "data.length=64", status=2)
+
+
+def test_each_source_is_prepared_and_described(run: Callable) -> None:
+    """A missing second source is refused before the first is packed."""
+    sources = [{"source": f"{name}.jsonl", "weight": 0.5} for name in ("corpus", "y")]
+    command = ["recipe.yaml", "data.source=null", f"data.sources={json.dumps(sources)}"]
+    assert "y.jsonl: no such file" in run("prepare", *command, status=2)
+    assert not Path("packs").exists()
+    shutil.copy("corpus.jsonl", "y.jsonl")
+    run("prepare", *command)
+    assert run("inspect", *command).count("ArrowPacks of 128 tokens") == 2
+
+
+# ── Worker processes ──────────────────────────────────────────────────────────────────────────────
+
+
+def is_running(process: str) -> bool:
+    """Return True if the process exists and is not a zombie, which has no command line."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return bool(Path("/proc", process, "cmdline").read_bytes())
+    return False
+
+
+def test_a_killed_preparation_continues_with_the_same_packs(
+    settings: DataSettings, tmp_path: Path
+) -> None:
+    prepare(settings, progress=False)
+    expected = open_packs(settings, "train").fingerprint
+    shutil.rmtree(settings.packs)
+    code = """
+import json, sys, time
+from packing import sources, token_log
+from packing.prepare import DataSettings, prepare
+sources.CHUNK_BYTES = 20_000
+token_log._COMMIT_SECONDS = 0
+append = token_log.TokenLog.append
+token_log.TokenLog.append = lambda *a: (append(*a), time.sleep(0.2))
+prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code, settings.model_dump_json()])
+    partial = tmp_path / ".packs.tokens" / "progress.json"
+    deadline = time.monotonic() + 60
+
+    def place() -> int:
+        return json.loads(partial.read_text())["place"].get("at", 0) if partial.exists() else 0
+
+    while place() < 60_000 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, "a worker has outlived its parent"
+        time.sleep(0.02)
+    assert children and place() >= 60_000 and not settings.packs.exists()
+    with open(partial.with_name("tokens.bin"), "ab") as file:
+        file.write(b"written, but not recorded in progress.json")
+    prepare(settings, progress=False)
+    assert open_packs(settings, "train").fingerprint == expected and not partial.parent.exists()
+
+
+def test_workers_import_neither_the_callers_script_nor_the_current_folder(
+    settings: DataSettings, tmp_path: Path
+) -> None:
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    for name in ("tokenizers", "pickle"):
+        code = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
+        (tmp_path / f"{name}.py").write_text(code)
+    script.write_text(
+        "import sys, json\nprint('started', flush=True)\n"
+        "from packing.prepare import prepare, DataSettings\n"
+        "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
+    )
+    command = [sys.executable, script, settings.model_dump_json()]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    run = subprocess.run(command, **options, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.count("started") == 1, run.stderr
+    assert not list(tmp_path.glob("* of the current folder"))
+
+
+def test_workers_that_die_at_start_are_reported(
+    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may die if memory runs out. In this test their interpreter ends at once."""
+    monkeypatch.setattr(workers, "start_worker", start_worker)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(InputError, match=r"process died while it read .*corpus.jsonl:1 or"):
+        prepare(settings, progress=False)

@@ -28,6 +28,7 @@ from packing.records import (
     PLAIN,
     UNTRAINED,
     ChatColumns,
+    Records,
     TextTemplate,
     TokenColumns,
     chat_columns,
@@ -271,7 +272,7 @@ def test_a_template_gets_arguments_in_the_form_that_it_writes(
         assert name in OBJECTS or result[1] == f"[f] {written}<end>|It is sunny.<end>"
 
 
-def in_lines(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
+def in_lines(record: dict, columns: Records) -> tuple[list, Counts]:
     """Return the documents of a record that is read from JSONL."""
     return read_chunk(Chunk("jsonl", "x.jsonl:", 1, json.dumps(record).encode(), {}), columns)
 
@@ -420,20 +421,13 @@ def test_a_chat_that_cannot_be_read_is_refused_with_the_reason(
         assert rule(CHATML, "m").fill(record)
 
 
-ESCAPED = r"{title}\n\n{body}\t."
-UNESCAPED = "{title}\n\n{body}\t."
-
-
-@pytest.mark.parametrize(
-    ("key", "written", "read"),
-    [
-        ("text", ESCAPED, UNESCAPED),
-        ("chat_template", ESCAPED, UNESCAPED),
-        ("messages", [ESCAPED, "answer"], (UNESCAPED, "answer")),
-    ],
-)
-def test_a_recipe_may_have_backslash_n_in_any_template(key: str, written: Any, read: Any) -> None:
-    assert getattr(DataSettings(packs="p", **{key: written}), key) == read
+def test_backslash_n_is_a_line_break_in_every_template() -> None:
+    """Jinja reads it in its own texts, and writes the same."""
+    written = r"{title}\n\n{body}\t."
+    read = "{title}\n\n{body}\t."
+    for key in ("text", "chat_template"):
+        assert getattr(DataSettings(packs="p", **{key: written}), key) == read
+    assert DataSettings(packs="p", messages=[written, "a"]).messages == (read, "a")
     in_jinja = r"{{ '\n' }}{{ '\\n' }}{{ 'a\tb' }}" + CHATML
     template = DataSettings(packs="p", chat_template=in_jinja).chat_template
     assert template is not None and trained(template, ONE) == trained(in_jinja, ONE)
@@ -442,30 +436,28 @@ def test_a_recipe_may_have_backslash_n_in_any_template(key: str, written: Any, r
 # ── Chats in packs ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize(
+    ("column", "chat"),
+    [("messages", [USER, ANSWER]), ("conversations", SHAREGPT)],
+)
 def test_chats_are_recognised_by_their_columns(
-    column: str, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+    column: str, chat: list[dict], tmp_path: Path, tokenizer_file: Path, capsys
 ) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
-    chat = [{"from": "system", "value": "a"}, *SHAREGPT]
-    records = [
-        {column: chat if column == "conversations" else [SYSTEM | {"content": "a"}, USER, ANSWER]}
-    ]
-    fingerprints = []
+    fingerprints = set()
     for name, named in (("recognised", {}), ("named", {"messages": column})):
-        ((ids, mask),) = packed(
-            tmp_path / name, tokenizer_file, records, chat_template="plain", **named
-        )
+        options = {"chat_template": "plain"} | named
+        ((ids, mask),) = packed(tmp_path / name, tokenizer_file, [{column: chat}], **options)
         assert tokenizer.decode(ids[mask]) == "It is sunny.<|endoftext|>"
-        text = "System:\na\n\nUser:\nWeather?\n\nAssistant:\nIt is sunny.<|endoftext|>"
+        text = "User:\nWeather?\n\nAssistant:\nIt is sunny.<|endoftext|>"
         assert ids.tolist() == tokenizer(text).input_ids
         manifest = read_manifest(tmp_path / name / "packs")
-        fingerprints.append(manifest["splits"]["train"]["fingerprint"])
-    assert fingerprints[0] == fingerprints[1]
+        fingerprints.add(manifest["splits"]["train"]["fingerprint"])
+    assert len(fingerprints) == 1
     printed = capsys.readouterr().err
     assert printed.count(f"has chats, which are read with data.messages={column}") == 1
     with pytest.raises(InputError, match=r"other settings \(messages"):
-        packed(tmp_path / name, tokenizer_file, records, chat_template="plain", messages="m")
+        packed(tmp_path / name, tokenizer_file, [{column: chat}], **options | {"messages": "m"})
 
 
 def test_text_precedes_chats_unless_a_chat_template_is_chosen(
@@ -496,32 +488,23 @@ def test_the_example_in_the_docs_converts_other_chats(
     assert decode(ids[mask]) == "so"
 
 
-# Files of a tokenizer's folder, the setting, and the template or words of the refusal. Later rows
-# have the files of earlier ones too.
-SEVERAL = {"chat_template": [{"name": "default", "template": CHATML}]}
-TEMPLATES: list[tuple[str, str, str | None, str]] = [
-    ("tokenizer_config.json", json.dumps(SEVERAL), None, "chat_template: .*or several; either set"),
-    ("rag.txt", "", "rag", r"chat_template: rag: cannot be read: No such file"),
-    ("rag.jinja", "a file\n", "{folder}/rag.jinja", "a file\n"),
-    ("chat_template.json", json.dumps({"chat_template": CHATML}), None, CHATML),
-    ("additional_chat_templates/rag.jinja", "rag", None, CHATML),
-    ("chat_template.jinja", PLAIN, None, PLAIN),
-]
-
-
 def test_the_template_of_a_tokenizer_or_processor_or_file_is_read(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:
+    """Each file of the folder precedes the files that are written before it."""
     folder = shutil.copytree(tokenizer_file.parent, tmp_path / "named")
-    (folder / "additional_chat_templates").mkdir()
-    for name, content, given_template, answer in TEMPLATES:
-        (folder / name).write_text(content)
-        chosen = given_template and given_template.format(folder=folder)
-        if answer.startswith("chat_template: "):
-            with pytest.raises(InputError, match=f"data.{answer}"):
-                chat_template(chosen, str(folder))
-        else:
-            assert chat_template(chosen, str(folder)) == answer
+    several = {"chat_template": [{"name": "default", "template": CHATML}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(several))
+    with pytest.raises(InputError, match=r"data\.chat_template: .*or several; either set"):
+        chat_template(None, str(folder))
+    with pytest.raises(InputError, match=r"data\.chat_template: rag: cannot be read: No such file"):
+        chat_template("rag", str(folder))
+    (folder / "rag.jinja").write_text("rag")
+    assert chat_template(str(folder / "rag.jinja"), str(folder)) == "rag"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert chat_template(None, str(folder)) == CHATML
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    assert chat_template(None, str(folder)) == PLAIN
 
 
 # ── Texts and token ids ───────────────────────────────────────────────────────────────────────────
@@ -531,50 +514,43 @@ IDS = [5, 6, 7, 8, 9]
 
 def tokenized(**columns: Any) -> tuple[list[tuple[list[int], list[int]]], Counts]:
     """Return the ids of every document of a record with its trained ids, and the counts."""
-    line = json.dumps({"input_ids": IDS, **columns}).encode()
     rule = TokenColumns(("input_ids",), TOKEN_COLUMNS, 600)
-    documents, counts = read_chunk(Chunk("jsonl", "x.jsonl:", 1, line, {}), rule)
-    return [
-        ((ids & ~UNTRAINED).tolist(), ids[ids < UNTRAINED].tolist())
-        for ids in rule.encode(None, documents)
-    ], counts
+    documents, counts = in_lines({"input_ids": IDS, **columns}, rule)
+    encoded = rule.encode(None, documents)
+    return [((ids & ~UNTRAINED).tolist(), ids[ids < UNTRAINED].tolist()) for ids in encoded], counts
+
+
+ONE_DOCUMENT = ([IDS], [6, 7, 9])
+SHORT_MASK = [1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("columns", "expected"),
+    ("columns", "documents", "trained"),
     [
-        ({"attention_mask": [1, 1, 1, 0, 0]}, [[5, 6, 7]]),
-        ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]]),
-        ({"attention_mask": [0] * 5}, []),
-        ({"attention_mask": [1.0, 1.0, 1.0, 0.0, 0.0]}, [[5, 6, 7]]),
-        ({"attention_mask": [1, 1, 2, 2, 0]}, [[5, 6], [7, 8]]),
-        ({"attention_mask": [1, 1, 2, 3, 3]}, [[5, 6], [7], [8, 9]]),
-        ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [2, 3]}, [[5, 6], [7, 8, 9]]),
-        ({"position_ids": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 1, 1, 0]}, [[5, 6], [7, 8]]),
-        ({"cu_seqlens": [0, 2, 5, -1, -1]}, [[5, 6], [7, 8, 9]]),
-        ({"attention_mask": None, "position_ids": None}, [IDS]),
+        ({"attention_mask": [1, 1, 1, 0, 0]}, [[5, 6, 7]], IDS),
+        ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]], IDS),
+        ({"attention_mask": [0] * 5}, [], IDS),
+        ({"attention_mask": [1.0, 1.0, 1.0, 0.0, 0.0]}, [[5, 6, 7]], IDS),
+        ({"attention_mask": [1, 1, 2, 2, 0]}, [[5, 6], [7, 8]], IDS),
+        ({"attention_mask": [1, 1, 2, 3, 3]}, [[5, 6], [7], [8, 9]], IDS),
+        ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [2, 3]}, [[5, 6], [7, 8, 9]], IDS),
+        ({"position_ids": [0, 1, 0, 1, 0], "attention_mask": SHORT_MASK}, [[5, 6], [7, 8]], IDS),
+        ({"cu_seqlens": [0, 2, 5, -1, -1]}, [[5, 6], [7, 8, 9]], IDS),
+        ({"attention_mask": None, "position_ids": None}, [IDS], IDS),
+        ({"labels": [-100, 6, 7, -100, 9]}, *ONE_DOCUMENT),
+        ({"loss_mask": [0, 1, 1, 0, 1]}, *ONE_DOCUMENT),
+        ({"assistant_masks": [False, True, True, False, True]}, *ONE_DOCUMENT),
+        ({"label_mask": [0.0, 1.0, 1.0, 0.0, 1.0]}, *ONE_DOCUMENT),
+        ({"completion_mask": [0, 1, 1, 1, 1], "labels": [5, 6, 7, -100, 9]}, *ONE_DOCUMENT),
+        ({"labels": [-100, 6, 7, -100, 9], "seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]], [6, 7, 9]),
     ],
 )
-def test_columns_beside_ids_mark_padding_and_documents(columns: dict, expected: list) -> None:
-    documents, counts = tokenized(**columns)
-    assert documents == [(ids, ids) for ids in expected]
-    assert counts.empty == (not expected)
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"labels": [-100, 6, 7, -100, 9]},
-        {"loss_mask": [0, 1, 1, 0, 1]},
-        {"assistant_masks": [False, True, True, False, True]},
-        {"label_mask": [0.0, 1.0, 1.0, 0.0, 1.0]},
-        {"completion_mask": [0, 1, 1, 1, 1], "labels": [5, 6, 7, -100, 9]},
-        {"labels": [-100, 6, 7, -100, 9], "position_ids": [*range(5)], "attention_mask": [1] * 5},
-    ],
-    ids=lambda columns: "+".join(columns),
-)
-def test_columns_beside_ids_mark_trained_tokens(columns: dict) -> None:
-    assert tokenized(**columns)[0] == [(IDS, [6, 7, 9])]
+def test_columns_beside_ids_mark_padding_documents_and_losses(
+    columns: dict, documents: list, trained: list[int]
+) -> None:
+    read, counts = tokenized(**columns)
+    assert read == [(ids, [number for number in ids if number in trained]) for ids in documents]
+    assert counts.empty == (not documents)
 
 
 @pytest.mark.parametrize(

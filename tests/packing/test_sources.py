@@ -1,13 +1,15 @@
-"""Sources of all formats yield the same documents, from the start and from any saved place."""
+"""Sources of all formats yield the same documents, from any saved place, of the right files."""
 
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import io
 import json
 import lzma
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from packing.chunks import read_chunk
 from packing.prepare import check_sources
-from packing.records import UNTRAINED, TokenColumns
-from packing.settings import DataSettings
-from packing.sources import open_source
+from packing.records import UNTRAINED, TextTemplate, TokenColumns
+from packing.settings import DataSettings, files_of
+from packing.sources import open_source, refuse_common_files
+from packing.store import all_sources
 from packing.token_columns import TOKEN_COLUMNS
 from tests.packing.conftest import open_reader
 
@@ -35,6 +38,16 @@ def texts_of(
     reader = open_reader(source, **more)
     chunks = [read_chunk(chunk, reader.records)[0] for chunk in reader.chunks(begin or {}, size)]
     return [text for documents in chunks for text in documents]
+
+
+def write_files(folder: Path, *names: str) -> None:
+    """Write files whose text is their name: text files, and JSONL files of one record."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            name if path.suffix in (".txt", ".md") else json.dumps({"text": name}) + "\n"
+        )
 
 
 def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
@@ -85,16 +98,6 @@ def test_every_format_yields_the_same_documents_from_any_place(
         before += len(read_chunk(chunk, source.records)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
-
-
-@pytest.mark.parametrize("kind", ["json", "csv", "tsv"])
-def test_the_identity_of_a_source_changes_with_its_file(kind: str, tmp_path: Path) -> None:
-    path = write_corpus(tmp_path, kind, ["one", "two"])
-    os.utime(path, ns=(0, 0))
-    before = open_reader(path).identity
-    assert open_reader(path).identity == before
-    write_corpus(tmp_path, kind, ["one", "six"])
-    assert open_reader(path).identity != before
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
@@ -155,7 +158,7 @@ def test_files_of_other_forms_are_read(
         assert texts_of(tmp_path / name, begin={"file": 0, "at": 1}, **settings) == texts[1:]
 
 
-def another_encoding(encoding: str, text: str, kind: str) -> bytes:
+def another_encoding(encoding: str, text: str) -> bytes:
     mark = "\ufeff" if "\ufeff" in text else ""
     return f'{mark}{{"text": "{text.strip(mark)}"}}\n'.encode(encoding)
 
@@ -199,9 +202,9 @@ LATIN1 = r"x\.csv: .*UTF-8.*`iconv -f latin1 -t utf8`"
 
 # Names of files, their content, and words of the message.
 UNREADABLE: list[tuple[str, bytes, str]] = [
-    *((f"x.{kind}", another_encoding(encoding, text, kind), message)
+    *((f"x.{kind}", another_encoding(encoding, text), message)
       for encoding, text, message in ENCODINGS for kind in ("txt", "jsonl")),
-    *(("x.csv", another_encoding(encoding, text, "csv"),
+    *(("x.csv", another_encoding(encoding, text),
        "no column `text`" if "NUL" in message else "UTF-8: convert it.*iconv -f utf16")
       for encoding, text, message in ENCODINGS),
     *(("x.jsonl", b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n',
@@ -215,10 +218,8 @@ UNREADABLE: list[tuple[str, bytes, str]] = [
     ("x.jsonl", b'{"title": "x", "body": "y"}', r"title, body\. Set data\.text to a"),
     ("x.jsonl", json.dumps(TWO, indent=1).encode(), r"x\.jsonl:1: .*jq -c"),
     ("x.jsonl", json.dumps(TWO).encode(), r"x\.jsonl:1: .*write each record on one line"),
-    ("x.json", json.dumps(BAD_ROWS).encode(), r"x\.json.*, record 9: no column `text`"),
     ("x.json", json.dumps(BAD_ROWS, indent=4).encode(), r"x\.json.*, record 9: no column `text`"),
     ("x.json", b'[\n{"text": "a"},\n{"text"', r"x\.json"),
-    ("x.json", b'[\n{"text": "a"},\n{"te]', r"x\.json"),
     ("x.jsonl", b'[{"text": "a"}]\n[{"text": "b"},\n', r"x\.json"),
     ("x.csv", b"body\na\n", r"x\.csv: no column `text`; the columns are: body"),
     ("x.csv", b"text\ncaf\xe9\n", LATIN1),
@@ -266,23 +267,13 @@ def test_a_text_file_ignores_columns_of_the_data_section(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:
     (tmp_path / "x.jsonl").write_text('{"story": "so"}\n')
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "x.txt").write_text("so")
-
-    def check(**validation: Any) -> None:
-        check_sources(
-            DataSettings(
-                packs=tmp_path / "packs",
-                tokenizer=str(tokenizer_file),
-                source=str(tmp_path / "x.jsonl"),
-                text="story",
-                validation={"source": str(tmp_path / "texts"), **validation},
-            )
-        )
-
-    check()
+    write_files(tmp_path, "texts/x.txt")
+    paths = {"packs": tmp_path / "packs", "tokenizer": str(tokenizer_file)}
+    training = {"source": str(tmp_path / "x.jsonl"), "text": "story"}
+    validation = {"source": str(tmp_path / "texts")}
+    check_sources(DataSettings(**paths, **training, validation=validation))
     with pytest.raises(InputError, match=r"data.text: .* is read as text, which has no such"):
-        check(text="title")
+        check_sources(DataSettings(**paths, **training, validation=validation | {"text": "title"}))
 
 
 @given(
@@ -315,3 +306,146 @@ def test_lines_are_complete_for_any_size_of_chunks(
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_bytes(b"".join(json.dumps({"text": text}).encode() + end for text in texts))
     assert texts_of(path, size) == texts
+
+
+# ── Files of a source ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_folder_or_pattern_is_read_in_order_without_hidden_files_and_packs(
+    tmp_path: Path,
+) -> None:
+    write_files(tmp_path, "b.txt", "a/z.txt", ".hidden.txt", "[x].txt")
+    write_files(tmp_path, "packs/x.txt", "packs/packs.json", "README.md")
+    assert texts_of(tmp_path) == ["README.md", "[x].txt", "a/z.txt", "b.txt"]
+    assert texts_of(tmp_path / "[x].txt") == ["[x].txt"], "an existing path is no pattern"
+    with pytest.raises(InputError, match=r"data.source: .*\.rs: no such file.*no file matches"):
+        open_reader(tmp_path / "*.rs")
+
+
+def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about this data set")
+    (tmp_path / "a.csv").write_text("text\nb\n")
+    assert open_reader(tmp_path).description.endswith("\nfiles not read: 1 .csv")
+    for name in ("b.csv", "a.tsv"):
+        (tmp_path / name).write_text("text\n" + f"{name}\n" * 4)
+    assert texts_of(tmp_path) == ["b", *["a.tsv"] * 4, *["b.csv"] * 4]
+    write_corpus(tmp_path, "jsonl", ["x" * 100])
+    assert texts_of(tmp_path) == ["x" * 100]
+    assert open_reader(tmp_path).description.endswith("files not read: 2 .csv, 1 .md, 1 .tsv")
+    (tmp_path / "README.md").write_text("x" * 1000)
+    with pytest.raises(InputError, match=r"data.source: .*smaller JSONL or Parquet files"):
+        open_reader(tmp_path)
+    (tmp_path / "a.pdf").write_text("x" * 9000)
+    with pytest.raises(InputError, match=r"data.source: .*most of the bytes.*\*\*/\*\.txt"):
+        open_reader(tmp_path)
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    write_files(tmp_path, "far/more/x.txt", "corpus/a.txt", "corpus/m/y.txt", "corpus/m/n/z.txt")
+    corpus = tmp_path / "corpus"
+    for link, target in (
+        ("l", "../far"),  # a folder elsewhere
+        ("b", "m"),  # a folder beside its link
+        ("m/n/up", "../.."),  # a cycle
+        ("m/self", "self"),
+        ("more", "../far/more"),  # a folder that is also reached through `l`
+    ):
+        (corpus / link).symlink_to(target)
+    (corpus / "m" / "self").unlink()
+    expected = ["corpus/a.txt", "far/more/x.txt", "corpus/m/y.txt", "corpus/m/n/z.txt"]
+    for source in (corpus, corpus / "**" / "*.txt", corpus / "**", corpus / "**" / "**" / "*.t*"):
+        assert sorted(texts_of(source)) == sorted(expected)
+    assert sorted(texts_of(corpus / "*" / "*.txt")) == ["corpus/m/y.txt", "far/more/x.txt"]
+    assert texts_of(tmp_path / "*" / "m*" / "[y]*") == ["corpus/m/y.txt"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "a/c", "a/c/d", "."]), st.sampled_from(["x.txt", ".y.txt"])
+        ),
+        min_size=1,
+    ),
+    st.sampled_from(["*.txt", "**/*.txt", "*/*.txt", "a/**/x.txt", "**/c/*", "a/**", "[ab]/?.txt"]),
+)
+def test_a_pattern_without_links_matches_as_in_glob(
+    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, str]], pattern: str
+) -> None:
+    folder = tmp_path_factory.mktemp("pattern")
+    write_files(folder, *(f"{parent}/{name}" for parent, name in files))
+    expected = [Path(path) for path in glob.glob(f"{folder}/{pattern}", recursive=True)]
+    assert files_of(f"{folder}/{pattern}") == sorted(filter(Path.is_file, expected))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_folder_that_may_not_be_read_is_named() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        write_files(folder, "a/b.txt", "a/secret/c.txt")
+        folder.chmod(0o755)
+        (folder / "a" / "secret").chmod(0)
+        os.seteuid(65534)
+        try:
+            for source in ("", "**/*.txt", "*/*/*.txt"):
+                with pytest.raises(InputError, match=f"Permission denied: '{folder}/a/secret'"):
+                    texts_of(folder / source)
+        finally:
+            os.seteuid(0)
+
+
+def test_a_link_to_a_missing_file_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, "a.txt")
+    (tmp_path / "notes.zip").symlink_to("gone")  # is not read anyway
+    assert open_reader(tmp_path).description.endswith("files not read: 1 .zip")
+    (tmp_path / "b.txt").symlink_to("gone")
+    for source in (tmp_path, tmp_path / "*.txt"):
+        with pytest.raises(InputError, match=r"No such file or directory: '.*/b.txt'; .*link"):
+            texts_of(source)
+    (tmp_path / "self.txt").symlink_to("self.txt")
+    with pytest.raises(InputError, match=r"/self.txt: cannot be read: Too many levels"):
+        texts_of(tmp_path / "self.txt")
+
+
+def test_patterns_choose_the_files_of_splits(tmp_path: Path) -> None:
+    write_files(tmp_path, "train-0.jsonl", "train-1.jsonl", "test-0.jsonl")
+
+    def names(**values: Any) -> list[list[str]]:
+        settings = DataSettings(packs="p", tokenizer="t", **values)
+        refuse_common_files(settings)
+        template = TextTemplate.parse("text")
+        sources = [open_source(part, template) for part in all_sources(settings)]
+        return [[path.name for path in source.paths] for source in sources]
+
+    train, test = (f"{tmp_path}/{split}*" for split in ("train", "test"))
+    assert len(names(source=f"{tmp_path}/**")[0]) == 3
+    with pytest.raises(InputError, match=r"several splits \(test, train\).*train\*'"):
+        names(source=str(tmp_path))
+    expected = [["train-0.jsonl", "train-1.jsonl"], ["test-0.jsonl"]]
+    assert names(source=train, validation={"source": test}) == expected
+    mixture = {"source": train, "weight": 1, "name": "x"}
+    assert names(sources=[mixture], validation={"source": test}) == expected
+    for more in ({"split": "test"}, {"validation": {"split": "test"}}):
+        with pytest.raises(InputError, match=r"data.split: .* as jsonl.*by a pattern as data.so"):
+            names(source=train, **more)
+
+
+def test_validation_may_not_share_files_with_training(tmp_path: Path) -> None:
+    write_files(tmp_path, "a1.txt", "a2.txt", "b1.txt")
+    write_files(tmp_path / "saved", "dataset_dict.json", "train/data.txt", "test/data.txt")
+
+    def validate(training: str, **validation: str) -> None:
+        if "source" in validation:
+            validation["source"] = str(tmp_path / validation["source"])
+        source = str(tmp_path / training)
+        settings = DataSettings(packs="p", tokenizer="t", source=source, validation=validation)
+        refuse_common_files(settings)
+
+    validate("a*.txt", source="b*.txt")
+    validate("a1.txt", source="[b]1.txt")
+    validate("saved", split="test")
+    validate("saved", source="saved/test")
+    validate("saved", source="saved", subset="de", split="train")
+    pairs = (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", ""))
+    for training, more in (*((a, {"source": b}) for a, b in pairs), ("saved", {"split": "train"})):
+        with pytest.raises(InputError, match="is also used for training"):
+            validate(training, **more)

@@ -6,11 +6,9 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,16 +60,10 @@ class InProcessPacker(ExitStack):
     def publish(self, position: dict[str, Any], *, waits: bool) -> None:
         write_json(self.data.packs / POSITION, position)
 
-    def check(self) -> None:
-        next(self.parts)
-        self.measure()
-
-    def run_ahead(self) -> None:
-        while next(self.parts):
-            self.measure()
-
-    def measure(self) -> None:
+    def check(self) -> bool:
+        has_made_a_part = next(self.parts)
         self.most = max(self.most, bytes_below(self.data.packs))
+        return has_made_a_part
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,8 +127,8 @@ def steps(
     order = order_of(packs, seed=3)
     for number in range(first, last):
         packs.advance_to(places_of(number))
-        if ahead:
-            ahead.run_ahead()
+        while ahead and ahead.check():
+            pass
         read = [packs[i].input_ids.tobytes() for i in order.packs_at(places_of(number)).tolist()]
         packs.advance_to(places_of(number + 1))
         yield read, json.loads(json.dumps(packs.state))
@@ -196,8 +188,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
     window: int, values: dict[str, Any], tmp_path: Path
 ):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
-    packs = open_packs(data, "held_out")
-    held_out = set().union(*(documents_in(packs[index]) for index in range(len(packs))))
+    held_out = set().union(*map(documents_in, open_packs(data, "held_out")))
     epochs: list[list[bytes]] = [[], []]
     trained: set[tuple[int, ...]] = set()
     with InProcessPacker(data) as packer:
@@ -221,16 +212,15 @@ def documents_in(pack: Any) -> set[tuple[int, ...]]:
     return {tuple(piece.tolist()) for piece in pieces if len(np.unique(piece)) >= 12}
 
 
-FOREIGN = ["wiki-part-1", "part-time", "part-00000007-old", ".part-00000007.writing", "part-1"]
-
-
 def test_a_stream_deletes_no_folder_that_it_did_not_write(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     data = streamed(values, tmp_path / "packs")
-    for name in FOREIGN:
-        (data.packs / name).mkdir()
-        (data.packs / name / "thesis.tex").touch()
+    names = ["wiki-part-1", "part-time", "part-00000007-old", ".part-00000007.writing", "part-1"]
+    theses = [data.packs / name / "thesis.tex" for name in names]
+    for thesis in theses:
+        thesis.parent.mkdir()
+        thesis.touch()
     left_by_a_killed_packer = data.packs / ".part-00000007.0123abcd.writing"
     left_by_a_killed_packer.mkdir()
     other = tmp_path / "other"
@@ -239,8 +229,7 @@ def test_a_stream_deletes_no_folder_that_it_did_not_write(
     (data.packs / "part-00000009").symlink_to(other)
     with InProcessPacker(data) as packer:
         list(steps(packed_by(packer, data), 0, 30))
-    assert all((data.packs / name / "thesis.tex").exists() for name in FOREIGN)
-    assert (other / MANIFEST).exists()
+    assert all(path.exists() for path in (*theses, other / MANIFEST))
     assert not left_by_a_killed_packer.exists() and (data.packs / "part-00000001").exists()
 
 
@@ -292,17 +281,6 @@ def streamed_settings(
     return streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
 
 
-@contextmanager
-def earlier_packer(data: DataSettings) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the packer of an earlier run, whose process is this one."""
-    process = start_python("packing.follow", data.model_dump_json(), str(os.getpid()))
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def wait_until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 60
     while not condition():
@@ -310,7 +288,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_packer_process_makes_parts_and_reports_its_end(streamed_settings: DataSettings) -> None:
+def test_a_packer_process_makes_parts_of_all_sources(streamed_settings: DataSettings) -> None:
     packs = open_packs(streamed_settings, "train")
     with PackerProcess(streamed_settings, packs.position) as packer:
         with pytest.raises(InputError, match=r"another run, process \d+"):
@@ -322,21 +300,6 @@ def test_a_packer_process_makes_parts_and_reports_its_end(streamed_settings: Dat
         figures = order.figures(places_of(30).start)
         assert figures["share/web"] == pytest.approx(0.7, abs=0.05)
         assert "part/web" in figures
-        packer.process.kill()
-        packer.process.wait()
-        with pytest.raises(InputError, match="the packer of the stream has ended with signal 9"):
-            order.packs_at(places_of(10**4))
-
-
-def test_a_thread_that_waits_for_a_part_can_be_stopped(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    order = order_of(open_packs(streamed(values, tmp_path / "packs"), "train"), 3)
-    with ThreadPoolExecutor(1) as thread:
-        packs = thread.submit(order.packs_at, places_of(10**4))
-        order.stop_waiting()
-        with pytest.raises(InputError, match="has stopped waiting for packs"):
-            packs.result()
 
 
 def test_a_killed_packer_of_an_earlier_run_is_replaced(streamed_settings: DataSettings) -> None:
@@ -349,7 +312,10 @@ def test_a_killed_packer_of_an_earlier_run_is_replaced(streamed_settings: DataSe
     prepare(data, progress=False)
     made = len(part_folders(data.packs))
 
-    with earlier_packer(data) as first:
+    first = start_python("packing.follow", data.model_dump_json(), str(os.getpid()))
+    with ExitStack() as ended:
+        ended.callback(first.wait)
+        ended.callback(first.kill)
         wait_until(lambda: len(part_folders(data.packs)) > made)
         packs = open_packs(data, "train")
         with PackerProcess(data, packs.position) as packs.packer:

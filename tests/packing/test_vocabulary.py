@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -15,13 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from foundation.errors import InputError
-from packing.tokenizer import (
-    END_OF_TEXT,
-    find_file,
-    load_tokenizer,
-    save_tokenizer,
-    train_tokenizer,
-)
+from packing.tokenizer import END_OF_TEXT, find_file, load_tokenizer, train_tokenizer
 from pretrain.__main__ import main
 
 VOCABULARY = 600
@@ -39,20 +31,13 @@ def test_any_text_is_decoded_exactly(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_training_is_reproducible_and_compresses(
-    tokenizer: Tokenizer, documents: list[str]
+def test_training_is_reproducible_and_autotokenizer_loads_the_result(
+    tokenizer: Tokenizer, tokenizer_file: Path, documents: list[str]
 ) -> None:
     assert train_tokenizer(documents[:10], VOCABULARY).to_str() == tokenizer.to_str()
     assert len(tokenizer.encode(documents[0]).ids) < 0.5 * len(documents[0].encode())
-
-
-def test_autotokenizer_loads_the_folder_and_encodes_the_same(
-    tokenizer: Tokenizer, tokenizer_file: Path
-) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer_file.parent)
-    text = TEXT
-    assert loaded(text, add_special_tokens=False).input_ids == tokenizer.encode(text).ids
-    assert loaded.decode(loaded(text).input_ids) == text
+    assert loaded(TEXT, add_special_tokens=False).input_ids == tokenizer.encode(TEXT).ids
     assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
     assert (loaded.eos_token_id, len(loaded)) == (0, VOCABULARY)
 
@@ -102,14 +87,12 @@ def test_the_files_of_a_tokenizer_name_its_eos_token(
     assert {role: number for role, number in loaded.special.items() if role == "eos"} == expected
 
 
-@pytest.mark.parametrize("token", [7, ["</s>", "<|stop|>"], {"text": "</s>"}])
-def test_a_special_token_that_is_no_text_is_refused(
-    token: object, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_special_token_that_is_no_text_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / CONFIG).write_text(json.dumps({"pad_token": token}))
-    with pytest.raises(InputError, match=r"`pad_token` is not the text of a token: .*fetch"):
-        load_tokenizer(str(tmp_path))
+    for token in (7, ["</s>", "<|stop|>"], {"text": "</s>"}):
+        (tmp_path / CONFIG).write_text(json.dumps({"pad_token": token}))
+        with pytest.raises(InputError, match=r"`pad_token` is not the text of a token: .*fetch"):
+            load_tokenizer(str(tmp_path))
 
 
 def test_an_eos_token_that_the_tokenizer_lacks_is_named(
@@ -139,17 +122,17 @@ def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.Capture
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
 
 
-def test_a_full_disk_leaves_no_partial_tokenizer(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_half(path: Path, text: str, encoding: str) -> None:
-        path.write_bytes(text.encode(encoding)[: len(text) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(InputError, match=r"new: the tokenizer cannot be written: .*No space left"):
-        save_tokenizer(tokenizer, tmp_path / "new")
-    assert not list(tmp_path.iterdir())
+def test_a_tokenizer_is_trained_on_the_words_of_chats(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "words"}, {"role": "assistant", "content": "answers"}]
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": chat}))
+    vocabularies = []
+    for out, settings in (("a", []), ("b", ["data.messages=messages"])):
+        options = ["--out", str(tmp_path / out), "--vocabulary", "290"]
+        assert main(["tokenizer", str(source), *settings, *options]) == 0
+        vocabularies.append(load_tokenizer(str(tmp_path / out)).tokenizer.get_vocab())
+    assert vocabularies[0] == vocabularies[1]
+    assert {"words", "answers"} <= vocabularies[0].keys()
 
 
 def test_a_downloaded_tokenizer_of_the_hub_is_used_without_a_network(
