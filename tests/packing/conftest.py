@@ -21,8 +21,6 @@ from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
 class PacksInMemory(Packs):
-    """A minimal implementation of `Packs`."""
-
     path = Path("packs/in_memory")
     fingerprint = "0" * 64
     tokenizer = None
@@ -40,10 +38,7 @@ class PacksInMemory(Packs):
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
-    """Return sources of the standard library of very different lengths, and three edge cases.
-
-    The edge cases are other scripts, control characters, and a single letter.
-    """
+    """Return sources of the standard library of very different lengths, and three edge cases."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[:60]]
     return [text[:5_000] for text in texts if text.strip()] + [
@@ -98,6 +93,5 @@ def packed(
 
 
 def open_reader(source: Path | str, **more: Any) -> Any:
-    """Return the reader of a source of texts."""
     settings = DataSettings(packs="packs", tokenizer="t", source=str(source), **more)
     return open_source(settings, TextTemplate.parse(settings.text))

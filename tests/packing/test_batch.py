@@ -30,7 +30,6 @@ LENGTH = 32
 
 @st.composite
 def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack]:
-    """Draw packs of the same length."""
     length = length or draw(st.integers(1, 24))
     packs = []
     for _ in range(draw(st.integers(1, 5))):

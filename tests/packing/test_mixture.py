@@ -41,7 +41,6 @@ def values(
 
 @pytest.fixture(scope="module")
 def data(values: dict[str, Any]) -> DataSettings:
-    """Return the settings after the packs are prepared."""
     settings = DataSettings(**values)
     prepare(settings, progress=False)
     return settings

@@ -18,7 +18,6 @@ from packing.order import Mixture, Order, permute, spread
 
 
 def totals(costs: list[int], dealt: list[list[list[int]]]) -> list[int]:
-    """Return the cost of every microbatch."""
     return [sum(costs[i] for i in places) for rank in dealt for places in rank]
 
 

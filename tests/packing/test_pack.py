@@ -37,7 +37,6 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
 
 
 def all_packs(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
-    """Return all packs of a layout."""
     return [fill_pack(layout, number, flat, starts, FILL) for number in range(len(layout))]
 
 
@@ -51,15 +50,6 @@ def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
         else:
             room.append(capacity - size)
     return sorted(room)
-
-
-def room_left(layout: Layout) -> list[int]:
-    """Return the sorted room left in every pack."""
-    sizes = layout.stop - layout.start
-    return sorted(
-        layout.length - int(sizes[slice(*layout.offsets[p : p + 2])].sum())
-        for p in range(len(layout))
-    )
 
 
 @given(document_lengths, pack_lengths, strategies)
@@ -108,6 +98,7 @@ def test_best_fit_cuts_only_documents_longer_than_a_pack(lengths: list[int], len
     layout = best_fit(lengths, length)
     assert layout.cut_documents == sum(size > length for size in lengths)
     assert not np.any(layout.start % length)
-    assert room_left(layout) == naive_best_fit(
-        [min(length, n - start) for n in lengths for start in range(0, n, length)], length
-    )
+    sizes = np.split(layout.stop - layout.start, layout.offsets[1:-1])
+    room = sorted(length - int(sizes_of_pack.sum()) for sizes_of_pack in sizes[: len(layout)])
+    pieces = [min(length, n - start) for n in lengths for start in range(0, n, length)]
+    assert room == naive_best_fit(pieces, length)

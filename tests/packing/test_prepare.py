@@ -57,7 +57,6 @@ def texts_in(settings: DataSettings, split: str = "train") -> list[str]:
 
 
 def packs_of(settings: DataSettings, **changes: object) -> DataSettings:
-    """Prepare packs with changed settings, and return these settings."""
     changed = settings.model_copy(update=changes)
     prepare(changed, progress=False)
     return changed

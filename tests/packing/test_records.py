@@ -151,7 +151,6 @@ def call(arguments: Any) -> dict:
 
 
 def says(*contents: str) -> list[dict]:
-    """Return a chat with these answers."""
     answers = [{"role": "assistant", "content": content} for content in contents]
     return [message for answer in answers for message in (USER, answer)]
 
@@ -278,7 +277,6 @@ def in_lines(record: dict, columns: Records) -> tuple[list, Counts]:
 
 
 def in_table(table: pa.Table, columns: ChatColumns) -> tuple[list, Counts]:
-    """Return the documents of a table."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

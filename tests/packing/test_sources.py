@@ -51,7 +51,6 @@ def write_files(folder: Path, *names: str) -> None:
 
 
 def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
-    """Write the documents in a format and return the path."""
     path = folder / f"corpus.{kind}"
     lines = "".join(json.dumps({"id": 7, "text": text}) + "\n" for text in documents).encode()
     table = pa.table({"id": [7] * len(documents), "text": documents})

@@ -78,7 +78,6 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
-    """Return a folder with two sources."""
     folder = tmp_path_factory.mktemp("streams")
     for name, size, count in (("web", 500, 90), ("code", 260, 60)):
         starts = [(text, start) for text in documents for start in (0, 3000, 6000) if text[start:]]

@@ -39,7 +39,6 @@ def tokenizer(words: Path) -> PreTrainedTokenizerBase:
 def evaluate(
     packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3
 ) -> dict[str, float]:
-    """Return the held-out figures of a model."""
     batching = {"microbatch": microbatch, "rank": 0, "world_size": 1, "mask_boundaries": True}
     job = SimpleNamespace(
         data=SimpleNamespace(held_out=packs),

@@ -36,7 +36,6 @@ DEMO |= {"bos_id": None, "eos_id": 0, "pad_id": 0}
 
 
 def completed_config(tokenizer: dict, **config: object) -> dict:
-    """Return a config with the tokens of the tokenizer."""
     return tokens_of(tokenizer, config, LlamaConfig())
 
 
