@@ -162,6 +162,8 @@ def test_templates_have_equal_line_breaks_in_recipes_and_arguments(written: str,
         *(("folder", name, name) for name in ("runs/a", "/s3:/b", "a:b", "c:/x", "runs/x://y")),
         *((key, "file:///data/x", "/data/x") for key in ("folder", "source")),
         *(("source", name, name) for name in ("s3://bucket/run", "gs://b", "https://a.org/b")),
+        # Neither a revision nor a pattern is a secret.
+        *(("source", name, name) for name in ("hf://datasets/a/b@main/c", "s3://b/part-?.jsonl")),
         *(("folder", name, None) for name in ("s3://b/run", "gs://b", "hf://a/b", "https://a/b")),
     ],
 )

@@ -129,9 +129,10 @@ def test_a_source_that_changes_while_it_is_read_is_rejected(
 
 
 @pytest.fixture
-def here(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSettings:
-    """Settings of a corpus, a tokenizer with a chat template, and packs in the current folder."""
-    monkeypatch.chdir(tmp_path)
+def here(settings: DataSettings, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> DataSettings:
+    """Settings of 9 documents, a tokenizer with a chat template, and packs in this folder."""
+    monkeypatch.chdir(corpus.parent)
+    corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[:9]))
     shutil.copytree(Path(str(settings.tokenizer)).parent, "tokenizer")
     Path("tokenizer", "chat_template.jinja").write_text(PLAIN)
     paths = {"source": "corpus.jsonl", "tokenizer": "tokenizer", "packs": Path("packs")}
@@ -367,9 +368,8 @@ def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
 
 
 @pytest.fixture
-def run(corpus: Path, documents: list[str], here: DataSettings, capsys) -> Callable[..., str]:
+def run(here: DataSettings, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Function that runs a command, and returns its output and messages."""
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:9]))
     Path("recipe.yaml").write_text(
         "data: {source: corpus.jsonl, tokenizer: tokenizer, packs: packs, length: 128}\nname: x\n"
     )
