@@ -76,7 +76,8 @@ def test_a_lock_replaces_no_other_file(tmp_path: Path, content: str, link: bool)
     assert file.read_bytes() == before
 
 
-def test_a_waiting_process_creates_a_deleted_lock_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_new_file", [False, True])
+def test_a_waiting_process_creates_a_deleted_lock_again(has_new_file: bool, tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "lock"
     lock.parent.mkdir()
     lock.write_bytes(bytes(20))  # left by a crash of the machine
@@ -84,6 +85,9 @@ def test_a_waiting_process_creates_a_deleted_lock_again(tmp_path: Path) -> None:
         waiting = hold(lock)
         waiting.stdout.readline()  # printed before it waits
         shutil.rmtree(lock.parent)
+        if has_new_file:
+            lock.parent.mkdir()
+            lock.touch()
     assert waiting.stdout.readline() == "locked\n"
     assert str(waiting.pid) in lock.read_text()
     waiting.communicate("done\n")

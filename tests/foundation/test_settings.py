@@ -69,6 +69,7 @@ MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
     ({"Rate": 1}, "`Rate`: unknown key; did you mean `rate`?"),
     ({"layers": 1}, "`layers`: unknown key; did you mean `recompute.layers`?"),
     ({"lr": 1}, "`lr`: unknown key; did you mean `rate`?"),
+    ({"switch": {"layers": 1, "layerz": 1}}, "did you mean `switch.layers`?"),
     ({"lora": 1}, "`lora`: unknown key; known keys here: "),
     ({"deepspeed": 1}, "shares, source, steps, switch, template, warmup; see docs/keys.md"),
     ({"switch": {}, "rate": "x"}, ("`rate`", "`switch.layers`")),

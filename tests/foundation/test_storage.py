@@ -23,6 +23,13 @@ def write(address: str, content: bytes) -> None:
         file.write(content)
 
 
+def put(address: str, content: bytes) -> None:
+    """Write an object as another program does, without fsspec's cache of lists of objects."""
+    bucket, _, key = address.removeprefix("s3://").partition("/")
+    files, _ = fsspec.url_to_fs(address)
+    files.call_s3("put_object", Bucket=bucket, Key=key, Body=content)
+
+
 def requests_for(server: Server, name: str) -> list[str]:
     return [method for method, path in server.requests if path.endswith(name)]
 
@@ -39,8 +46,7 @@ def test_fetch_copies_the_objects_of_a_folder_or_pattern(data: str) -> None:
     """Objects that a console creates for folders are ignored."""
     files, _ = fsspec.url_to_fs(data)
     for folder in (f"{data}/", f"{data}/empty/"):
-        bucket, _, key = folder.removeprefix("s3://").partition("/")
-        files.call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
+        put(folder, b"")
     assert fetch(f"{data}/**/*.jsonl") == path_for(f"{data}/**/*.jsonl")
     assert contents(path_for(data)).keys() == {"a.jsonl", "über uns/b.jsonl"}
     copies = contents(fetch(data))
@@ -69,7 +75,7 @@ def test_fetch_copies_an_object_once(data: str, s3_server: Server) -> None:
 def test_fetch_replaces_changed_objects(data: str, name: str) -> None:
     fetch(f"{data}{name}")
     open_copy = path_for(f"{data}/a.jsonl").open("rb")
-    write(f"{data}/a.jsonl", b"changed")  # the same number of bytes
+    put(f"{data}/a.jsonl", b"changed")  # the same number of bytes
     fetch(f"{data}{name}")
     assert path_for(f"{data}/a.jsonl").read_bytes() == b"changed"
     # A training that reads the earlier copy keeps it.

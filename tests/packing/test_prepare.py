@@ -241,6 +241,13 @@ def test_packs_are_used_again_unless_their_documents_would_differ(
             prepare(settings, progress=False)
 
 
+def test_packs_of_chats_have_masks_even_if_all_tokens_have_a_loss(here: DataSettings) -> None:
+    Path("corpus.jsonl").write_text('{"messages": [{"role": "assistant", "content": "So."}]}\n')
+    answer = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    packs = open_packs(packs_of(here, **CHATS, chat_template=answer), "train")
+    assert packs[0].trained[: packs[0].lengths.sum()].all()
+
+
 def test_a_summary_has_the_numbers_of_the_packs(settings: DataSettings, capsys) -> None:
     prepare(settings.model_copy(update={"held_out": 0.2}))
     splits = read_manifest(settings.packs)["splits"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -98,6 +100,7 @@ def test_a_microbatch_grows_to_the_largest_that_fits(
 
     assert grow([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
     assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
+    assert all(later <= 4 * earlier for earlier, later in pairwise(tried))
     if not quadratic and expected:
         assert max(tried) == expected, "every tried size fits"
 

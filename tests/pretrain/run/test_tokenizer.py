@@ -6,6 +6,7 @@ An exported folder encodes text as the packs do.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from packing.settings import DataSettings
 from packing.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.configuration import load_config
+from pretrain.run.data import open_data
 from pretrain.run.tokenizer import (
     encoded_prompt,
     end_of_answers,
@@ -72,6 +74,17 @@ def test_a_model_without_a_vocabulary_at_the_top_gets_no_key_of_it() -> None:
     values = tokens_of(DEMO, given, default)
     assert "vocab_size" not in values and values["text_config"] == {"vocab_size": 640}
     load_config(ModelSettings(config=values))
+
+
+def test_a_new_model_has_the_tokenizer_of_its_source_if_packs_have_none(
+    words: Path, small_packs: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(words, tmp_path / "source")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    packs = DataSettings(packs=small_packs, length=32)
+    data = open_data(packs, is_main_process=True)
+    tokenizer = load_tokenizer(packs, ModelSettings(source=str(folder), from_scratch=True), data)
+    assert tokenizer is not None and tokenizer.eos_token == "w60"
 
 
 # ── Exported folders ──────────────────────────────────────────────────────────────────────────
