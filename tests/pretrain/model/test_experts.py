@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
+from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.huggingface import build_on_meta, decoder_layers
-from pretrain.model.wrapping import convert
+from pretrain.model.wrapping import casting_parameters, convert
 from pretrain.precision.grouped import arrange, check_experts
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
@@ -46,13 +47,13 @@ def plain_model(kind: str) -> PreTrainedModel:
 
 @cache
 def in_precision(
-    kind: str, name: str, **fp8_config: object
+    kind: str, name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PrecisionContext]:
     """Return a copy of the plain model with converted experts and linears, and its context."""
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
-    engine = emulation_of(name, **fp8_config) if name in QUANTIZED else None
-    context = context_of(engine, torch.float32) if engine else PrecisionContext(torch.float32)
+    engine = emulation_of(name) if name in QUANTIZED else None
+    context = context_of(engine, dtype) if engine else PrecisionContext(dtype)
     decisions = {}
     if engine:
         decisions = decide(hf, [*decoder_layers(hf).values()], context.current)
@@ -133,6 +134,20 @@ def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
     assert experts.down_proj.grad is None
     assert torch.equal(experts.down_proj.main_grad, parts[0] + parts[1])
     assert not experts.down_proj.main_grad[2].any() and experts.down_proj.main_grad[0].any()
+
+
+def test_fp8_experts_with_fp32_weights_add_fp32_gradients() -> None:
+    hf, context = in_precision("qwen3_moe", "current", torch.bfloat16)
+    experts = experts_of(hf)
+    attach_main_gradients(experts, torch.float32)
+    forward = casting_parameters(experts, experts.forward, torch.bfloat16)
+    x, chosen, weights, dy = problem([[0, 3], [1, 0], [3, 1]] * 5)
+    with context.forward(training=True):
+        y = forward(x.bfloat16(), chosen, weights.bfloat16())
+    y.backward(dy.bfloat16())
+    for parameter in experts.parameters():
+        gradient = gradient_of(parameter)
+        assert gradient.any() and not torch.equal(gradient, gradient.bfloat16().float())
 
 
 # ── Emulated FP8 and a loop ────────────────────────────────────────────────────────────

@@ -191,7 +191,7 @@ def test_a_refusal_names_the_need_and_remedies(name: str, missing: Missing, word
 @pytest.mark.parametrize(
     ("name", "missing", "effective", "engine"),
     [
-        ("nvfp4", gpu(H200), "delayed", "transformer_engine"),
+        ("mxfp8", gpu(H200), "delayed", "transformer_engine"),
         ("block", gpu(H200), "block", "transformer_engine"),
         ("delayed", gpu(A100), "bf16", "torch"),
         ("current", CPU, "bf16", "torch"),
@@ -201,8 +201,8 @@ def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
     name: str, missing: Missing, effective: str, engine: str
 ) -> None:
     # An option of the requested precision is none of the other one.
-    of_nvfp4 = {"disable_rht": True} if name == "nvfp4" else {}
-    active = select(name, missing, on_unsupported="fallback", scope="linear+head", **of_nvfp4)
+    of_mxfp8 = {"fp8_format": "E4M3"} if name == "mxfp8" else {}
+    active = select(name, missing, on_unsupported="fallback", scope="linear+head", **of_mxfp8)
     assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
     used = LowPrecisionSettings(on_unsupported="fallback", scope="linear+head")
