@@ -140,7 +140,8 @@ def test_fp8_experts_with_fp32_weights_add_fp32_gradients() -> None:
     hf, context = in_precision("qwen3_moe", "current", torch.bfloat16)
     experts = experts_of(hf)
     attach_main_gradients(experts, torch.float32)
-    forward = casting_parameters(experts, experts.forward, torch.bfloat16)
+    (layer,) = decoder_layers(hf).values()
+    forward = casting_parameters(layer, experts.forward, torch.bfloat16)
     x, chosen, weights, dy = problem([[0, 3], [1, 0], [3, 1]] * 5)
     with context.forward(training=True):
         y = forward(x.bfloat16(), chosen, weights.bfloat16())

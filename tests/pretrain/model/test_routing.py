@@ -102,7 +102,7 @@ def test_a_step_reports_cross_entropy_and_router_loss_separately(accelerator: Ac
 
 def test_starved_experts_are_counted_and_reported(accelerator: Accelerator) -> None:
     """A router with zero weights sends all tokens to the same two of four experts."""
-    packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"], recompute=1).train()
+    packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"], recompute=2).train()
     with torch.no_grad():
         packed.hf.model.layers[0].mlp.gate.weight.zero_()
     step = StepBatches(
