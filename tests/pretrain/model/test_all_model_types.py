@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.huggingface import build, decoder_layers
+from pretrain.model.hybrids.families import FAMILIES
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
 from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clear_gradients, set_learning_rate
@@ -27,14 +28,17 @@ from tests.pretrain.conftest import active_in
 from tests.pretrain.optimizer.test_model_types import TRAINED, small_config
 from tests.pretrain.small_models import plain_loss, random_packs
 
-pytestmark = pytest.mark.nightly
-
 # The attention of Nemotron does not pass boundaries on, so its first forward refuses packs.
 TYPES = [model_type for model_type in TRAINED if model_type != "nemotron"]
+# The tests of other models than hybrids are nightly, because test_model.py finds most faults.
+HYBRIDS_AND_OTHERS = [
+    pytest.param(model_type, marks=[] if model_type in FAMILIES else pytest.mark.nightly)
+    for model_type in TYPES
+]
 CPU = torch.device("cpu")
-LENGTH = 64
-# A boundary is followed by a document of several tokens, in which a leak changes the loss.
-DOCUMENTS = [[5, 9, 1, 17, 20], [50]]
+LENGTH = 96
+# A document is longer than a chunk of the gated delta rule, 64 tokens.
+DOCUMENTS = [[5, 9, 1, 17, 20], [80, 9]]
 
 
 def packed_model(model_type: str, precision: str) -> PackedLanguageModel:
@@ -82,7 +86,7 @@ def small_step() -> StepBatches:
 
 def assert_apart(packed: PackedLanguageModel) -> None:
     """Assert that a change in a document changes no hidden state of another document."""
-    batch = inputs_of(small_step().microbatches[0], CPU)
+    batch = inputs_of(small_step().microbatches[0], packed.hf.device)
 
     def hidden_states(ids: Tensor) -> Tensor:
         states: list[Tensor] = []
@@ -109,7 +113,7 @@ def test_the_page_of_models_lists_all_types() -> None:
     assert listed == sorted(TYPES)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", HYBRIDS_AND_OTHERS)
 def test_loss_and_gradients_are_those_of_separate_documents(
     model_type: str, accelerator: Accelerator
 ) -> None:
@@ -130,7 +134,7 @@ def test_loss_and_gradients_are_those_of_separate_documents(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", HYBRIDS_AND_OTHERS)
 def test_three_steps_keep_documents_apart(
     model_type: str, precision: str, accelerator: Accelerator
 ) -> None:

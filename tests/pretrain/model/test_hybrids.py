@@ -1,4 +1,4 @@
-"""Hybrid models train as plain transformers does, with each document by itself."""
+"""Hybrid models: runs, kernels of fla-core and FLOPs. test_all_model_types.py tests documents."""
 
 from __future__ import annotations
 
@@ -17,114 +17,35 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from packing.batch import build_microbatch
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.configuration import load_config
-from pretrain.model.gradients import gradient_of
-from pretrain.model.huggingface import build_on_meta, check_architecture
+from pretrain.model.huggingface import build_on_meta
 from pretrain.model.hybrids import families, kernels, mixing
-from pretrain.model.hybrids.families import FAMILIES, mixers
-from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.conftest import VOCABULARY, Finished
+from pretrain.model.hybrids.families import mixers
+from tests.conftest import Finished
 from tests.golden.runs import tensors_of
-from tests.pretrain.small_models import build_model, plain_copy, plain_loss, random_packs
-
-CPU = torch.device("cpu")
-LENGTH = 128
-# Documents of one token, and of more tokens than a chunk of the gated delta rule has (64).
-DOCUMENTS = [[5, 9, 1, 17, 71, 20], [101, 13]]
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SIZES |= {"initializer_range": 0.2}
-TWO_LAYERS = SIZES | {"num_hidden_layers": 2}
-DENSE = {"intermediate_size": 48}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
-ONE_OF_TWO = {"layer_types": ["linear_attention", "full_attention"]}
-DELTA = TWO_LAYERS | ONE_OF_TWO | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
-CONVOLUTION = TWO_LAYERS | DENSE | {"layer_types": ["conv", "full_attention"]}
-SCAN = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
-SCAN |= TWO_LAYERS | DENSE | {"mamba_chunk_size": 8}
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": DELTA | DENSE,
-    "qwen3_5_moe_text": DELTA | SHARED,
-    "qwen3_next": DELTA | DENSE | SHARED,
-    "olmo_hybrid": DELTA | DENSE,
-    "lfm2": CONVOLUTION | {"block_auto_adjust_ff_dim": False},
-    "lfm2_moe": CONVOLUTION | EXPERTS | {"num_dense_layers": 1},
-    "lfm3": CONVOLUTION,
-    # The scale of its logits is 1 here.
-    "falcon_h1": SCAN | {"mamba_d_ssm": 64, "lm_head_multiplier": 1.0},
-    "bamba": SCAN | {"attn_layer_indices": [1]},
-    "granitemoehybrid": SCAN
-    | ONE_OF_TWO
-    | {"num_local_experts": 0, "shared_intermediate_size": 48},
-    "nemotron_h": SIZES
-    | DENSE
-    | {"layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
-    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
-    | {"chunk_size": 8},
-}
+from tests.pretrain.model.test_all_model_types import packed_model
+from tests.pretrain.optimizer.test_model_types import small_config
 
 
-def small_batch() -> dict[str, Any]:
-    packs = random_packs(DOCUMENTS, LENGTH)
-    return inputs_of(build_microbatch(packs, mask_boundaries=True), CPU)
+@pytest.fixture
+def recipe_of(recipe_for: Callable, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Function that returns the recipe of a small model of a type, with parity."""
 
+    def recipe(kind: str) -> dict[str, Any]:
+        small_config(kind).save_pretrained(tmp_path / "model")
+        model = {"source": str(tmp_path / "model"), "from_scratch": True}
+        changes = {"model": model, "train": {"steps": 4}, "checkpoint": {"every": 2}}
+        return recipe_for(tmp_path / "run") | changes | {"evaluate": {}, "parity": True}
 
-def hidden_states(packed: PackedLanguageModel, batch: dict[str, Any]) -> Tensor:
-    """Return the hidden state of each token, [T, hidden]."""
-    states: list[Tensor] = []
-    head = packed.hf.get_output_embeddings()
-    with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):
-        packed(**batch)
-    return states[0].detach()
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_documents_of_a_pack_are_trained_separately(kind: str) -> None:
-    packed = build_model(kind, backend="packed_documents", **HYBRIDS[kind]).train()
-    check_architecture(packed.hf, LENGTH, LossSettings())
-    batch = small_batch()
-    loss = packed(**batch)
-    loss.backward()
-    states = hidden_states(packed, batch)
-    for first, last in ((0, 5), (14, 15), (15, 32)):
-        ids = batch["input_ids"].clone()
-        ids[0, first:last] = (ids[0, first:last] + 1) % 61
-        changed = (hidden_states(packed, batch | {"input_ids": ids}) != states).any(1)
-        assert changed[first:last].all()
-        assert not changed[:first].any()
-        assert not changed[last:].any()
-
-    plain = plain_copy(packed)
-    packs = random_packs(DOCUMENTS, LENGTH)
-    expected = plain_loss(plain, packs) * (batch["labels"] >= 0).sum()
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
-    for (name, parameter), reference in zip(
-        packed.hf.named_parameters(), plain.parameters(), strict=True
-    ):
-        gradient = gradient_of(parameter)
-        assert (gradient - reference.grad).norm() <= 1e-4 * reference.grad.norm(), name
-
-
-def hybrid_recipe(recipe: dict[str, Any], kind: str = "qwen3_5_text") -> dict[str, Any]:
-    """Return the recipe of a hybrid model, all of whose sizes suit FP8."""
-    config = HYBRIDS[kind] | {"model_type": kind, "hidden_size": 64, "vocab_size": VOCABULARY}
-    if "linear_num_key_heads" in config:
-        config |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
-    small = {"model": {"config": config}, "train": {"steps": 4}}
-    return recipe | small | {"checkpoint": {"every": 2}, "evaluate": {}, "parity": True}
+    return recipe
 
 
 def test_a_hybrid_model_resumes_exactly_and_transformers_loads_it(
-    recipe_for: Callable, start_here: Callable[..., Finished], tmp_path: Path
+    recipe_of: Callable, start_here: Callable[..., Finished], tmp_path: Path
 ) -> None:
     settings = ("precision=delayed", "fp8_config.on_unsupported=emulate", "weights=bf16_exact")
     settings += ("optimizer.name=muon", "model.gradient_checkpointing=full")
-    recipe = hybrid_recipe(recipe_for(tmp_path / "run"))
+    recipe = recipe_of("qwen3_5_text")
     run = start_here(recipe, tmp_path, *settings)
     assert run.status == 0, run.output
     quantized = {row["name"] for row in run.audit()["products"] if row["effective"] == "delayed"}
@@ -144,7 +65,7 @@ def test_a_hybrid_model_resumes_exactly_and_transformers_loads_it(
 @pytest.mark.parametrize("kind", ["olmo_hybrid", "lfm2"])
 def test_parity_finds_a_state_that_passes_into_the_next_document(
     kind: str,
-    recipe_for: Callable,
+    recipe_of: Callable,
     start_here: Callable[..., Finished],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +77,7 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
         for name in mixing.MIXING
     }
     monkeypatch.setattr(families, "MIXING", leaking)
-    run = start_here(hybrid_recipe(recipe_for(tmp_path / "run"), kind), tmp_path)
+    run = start_here(recipe_of(kind), tmp_path)
     assert run.status != 0
     assert "parity: this run would not train like plain transformers" in run.output
 
@@ -224,9 +145,9 @@ def test_kernels_compute_the_functions_of_transformers(
         module = ModuleType(name)
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, name, module)
-    packed = build_model(kind, backend="packed_documents", **HYBRIDS[kind])
+    packed = packed_model(kind, "fp32")
     _, mixer = next(mixers(packed.hf))
-    x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
     ends = torch.tensor([0, 3, 4, 40, 40], dtype=torch.int32)
     expected = mixer(x, cu_seqlens=ends)
     on_gpu = property(lambda _: True)
@@ -259,7 +180,7 @@ def test_flops_of_states_are_those_of_the_recurrence(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = 16
-    config = load_config(ModelSettings(config={"model_type": kind} | HYBRIDS[kind]))
+    config = small_config(kind)
     plain = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).eval()
