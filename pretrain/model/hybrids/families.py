@@ -63,7 +63,7 @@ def separate_documents(model: PreTrainedModel) -> None:
     """Keep packed documents apart in the layers of a hybrid model. Other models do not change.
 
     The functions of transformers' module are replaced once for the process. Without the boundaries
-    of documents, they compute the same as before.
+    of documents, as in the reference of parity, they are transformers' functions in torch.
     """
     functions = functions_of(model)
     if not functions:
