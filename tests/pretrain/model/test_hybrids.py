@@ -97,7 +97,8 @@ def steps_of(ends: Tensor, *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, .
 def delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
     """The function of fla-core, as the recurrence of its paper."""
     assert use_qk_l2norm_in_kernel
-    q, k = (F.normalize(x, dim=-1).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    q, k = (x * x.square().sum(-1, keepdim=True).add(1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     outputs = []
     for is_first, (query, key, value, decay, rate) in steps_of(cu_seqlens, q, k, v, g, beta):
         if is_first:
