@@ -5,6 +5,8 @@ The precision is the recipe's. Norms, activations and the loss are those of tran
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from benchmarks.speed.libraries.task import Task, Way, hugging_face_loss
@@ -17,7 +19,10 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def build(task: Task) -> Way:
-    hf = task.hugging_face_model()
+    # All ways begin with the same FP32 weights, which the optimizer keeps exactly.
+    hf = replace(task, weights="fp32").hugging_face_model()
+    weights = [parameter.detach().clone() for parameter in hf.parameters()]
+    hf.to(torch.bfloat16)
     precision = task.recipe.precision
     inputs = task.inputs(first_microbatch(task))
     inputs["shift_labels"] = inputs["labels"]
@@ -35,6 +40,8 @@ def build(task: Task) -> Way:
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
+    for parameter, weight in zip(hf.parameters(), weights, strict=True):
+        optimizer.set_master(parameter, weight)
     return Way(hf, optimizer, hugging_face_loss(task, hf))
 
 
