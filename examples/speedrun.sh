@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 PATH=$PWD/.venv/bin:$PATH
 
 prompt=${PROMPT:-The most important thing about plants is}
-run=runs/speedrun
+run=${RUN:-runs/speedrun}
 file=sample/10BT/000_00000.parquet
 if [ -z "${TEXT:-}" ]; then
     TEXT=data/fineweb-edu/$file

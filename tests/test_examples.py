@@ -77,3 +77,32 @@ def test_an_example_runs_and_prints_its_result(name: str, tmp_path: Path):
     assert RESULTS[name] in run(ROOT / "examples" / name, tmp_path)
     examples = (ROOT / "examples").glob("*.[pi][yp]*")
     assert {path.name for path in examples} == RESULTS.keys()
+
+
+# A GPT-2 that a CPU trains in seconds.
+TINY = """
+    model.config.n_layer=2 model.config.n_embd=64 model.config.n_head=2 data.length=64
+    batch.tokens=512 batch.microbatch=4 train.steps=2 schedule.warmup=1 evaluate.packs=4
+    evaluate.samples=[] data.held_out=0.1 fp8_config.on_unsupported=emulate
+"""
+
+
+@pytest.mark.nightly
+def test_the_speedrun_answers_through_a_server(tmp_path: Path):
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{n} is less than {n + 1}. " * 9}) for n in range(100)]
+    text.write_text("\n".join(lines))
+    tokenizer = tmp_path / "tokenizer"
+    command = ["-m", "pretrain", "tokenizer", text, "--vocabulary", "300", "--out", tokenizer]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    settings = [f"data.tokenizer={tokenizer}", f"data.packs={tmp_path / 'packs'}", *TINY.split()]
+    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", ROOT / "examples/speedrun.sh", *settings],
+        env=os.environ | {"PATH": search, "TEXT": str(text), "RUN": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["usage"]["completion_tokens"] == 32
