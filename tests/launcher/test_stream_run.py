@@ -211,6 +211,6 @@ def test_accepted_changes_read_another_stream_from_its_first_pack(
     (tmp_path / "other.jsonl").write_text("".join(reversed(texts)))
     changed = {"source": str(tmp_path / "other.jsonl"), "packs": str(tmp_path / "other")}
     other = elsewhere(recipe, tmp_path, **changed) | {"train": {"steps": 6}}
-    assert "data.fingerprint: saved" in start_here(other, tmp_path).err
+    assert "data.fingerprint (was " in start_here(other, tmp_path).err
     accepted = start_here(other, tmp_path, "--accept-changes").done()
     assert len(accepted.losses()) == 6
