@@ -53,7 +53,7 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
     "Muon's shards": ("fsdp2", MUON, MUON_CURVE),
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
     "experts": ("fsdp2", (EXPERTS, *LOW, *SERVED), LOW_CURVE),
-    "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW, "parity=on"), {"loss": 1e-3}),
+    "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW, *CHECKED), {"loss": 1e-3}),
 }
 
 
