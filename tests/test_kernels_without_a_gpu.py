@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.fused.formulas import HeadNorms, Heads
+from pretrain.model.loss.logit_change import LogitChange
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 from tests.conftest import run_command
 
@@ -174,8 +176,11 @@ def loss(kernel: Any) -> None:
     for scores in (logits, logits.float(), bf16(64, 50_257)):
         for with_gradient in (True, False):
             kernel.softmax_loss(scores, labels, IGNORE, with_gradient=with_gradient)
-    for scale in (None, torch.ones(())):
-        kernel.quantized_softmax_gradient(logits, labels, IGNORE, E5M2, torch.zeros(1), scale)
+    changes = (LogitChange(), LogitChange(0.0625), LogitChange(cap=30.0))
+    for scale, change in itertools.product((None, torch.ones(())), changes):
+        kernel.softmax_loss(logits, labels, IGNORE, change=change, with_gradient=True)
+        inputs = (logits, labels, IGNORE, E5M2, torch.zeros(1), scale, change)
+        kernel.quantized_softmax_gradient(*inputs)
 
 
 def update(kernel: Any) -> None:

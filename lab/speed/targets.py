@@ -47,7 +47,10 @@ def plan_on(
 def obstacle(plan: Plan) -> str | None:
     """Return the reason why its devices cannot run `plan`, or None if they can."""
     devices = plan.devices
-    case = Case("cuda", plan.flops.shape.head_dim, plan.compute_dtype, devices.capability)
+    flops = plan.flops
+    head_dim = flops.shape.head_dim
+    capability = devices.capability
+    case = Case("cuda", head_dim, plan.compute_dtype, capability, flops.changed_scores)
     refusal = refusal_of(plan.recipe.model.attention, case)
     if refusal:
         return refusal

@@ -28,6 +28,7 @@ from pretrain.model.hybrids.sizes import (
     layers_without_attention,
     state_products,
 )
+from pretrain.model.scores import changed_scores
 
 # FLOPs per weight and token: 2 in forward, 2 for the input gradient, 2 for the weight gradient.
 FLOPS_PER_WEIGHT = 6
@@ -129,6 +130,8 @@ class ModelFlops:
     experts_per_token: int = 0
     # Number of weights that Muon updates, or 0 with AdamW.
     hidden_weights: int = 0
+    # Change of the attention scores in words, or "". It decides which kernels can compute them.
+    changed_scores: str = ""
     # For a hybrid model: number of layers without attention.
     without_attention: int = 0
     # For a hybrid model: multiply-adds per token with the states of its layers, in forward.
@@ -182,6 +185,7 @@ class ModelFlops:
             expert_weights=active,
             idle_weights=_size(stacked) - active,
             experts_per_token=experts_per_token if stacked else 0,
+            changed_scores=changed_scores(model),
             without_attention=layers_without_attention(model),
             state_products=state_products(model),
             state_values=kept_values(model),

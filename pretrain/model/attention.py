@@ -43,8 +43,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
     AttentionInterface,
     PretrainedConfig,
     PreTrainedModel,
@@ -53,6 +51,14 @@ from transformers import (
 from foundation.errors import InputError
 from foundation.files import CACHE
 from pretrain.model.hybrids.families import separated_kinds
+from pretrain.model.scores import (
+    WITH_SINKS,
+    Scores,
+    flash_scores,
+    scores_obstacle,
+    sink_in,
+    without_kernel,
+)
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
@@ -149,24 +155,20 @@ def _unsupported_scores(model: PreTrainedModel) -> str | None:
     """Return the reason why no kernel computes the attention of the architecture, or None."""
     config: Any = model.config
     other = "choose another model"
-    sink = next((name for name, _ in model.named_parameters() if "sink" in name), None)
-    if sink is not None:
+    sink = sink_in(model)
+    if sink is not None and config.model_type not in WITH_SINKS:
         return (
-            f"has attention sinks ({sink}); they need kernels with a sink in the softmax; {other}"
+            f"has attention sinks ({sink}), which are computed only for the types "
+            f"{', '.join(WITH_SINKS)}; {other}"
         )
     if getattr(config, "kv_lora_rank", None):
         return f"has latent keys; they need kernels for keys wider than values; {other}"
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap:
-        return (
-            f"caps its scores at {cap}, which no kernel here computes; {other}, or train from "
-            "scratch without the cap (`model.config.attn_logit_softcapping: null`)"
-        )
     if getattr(config, "keep_window_size", None):
         return f"adds learned biases to its scores, which no kernel here computes; {other}"
-    # transformers declares no SDPA for models with a cap, such as Gemma 2, even if the cap is null.
-    may_have_cap = hasattr(config, "attn_logit_softcapping")
-    if not model._supports_sdpa and not may_have_cap:
+    # transformers declares no SDPA for models with sinks, and for models with a cap, such as Gemma
+    # 2, even if the cap is null.
+    has_own_formula = sink is not None or hasattr(config, "attn_logit_softcapping")
+    if not model._supports_sdpa and not has_own_formula:
         return f"has attention scores that torch's own attention does not compute; {other}"
     return None
 
@@ -197,17 +199,6 @@ def _unsupported_value(config: Any, length: int) -> str | None:
     return None
 
 
-def admit_packed_sdpa(config: PretrainedConfig) -> None:
-    """Allow transformers to build the model of `config` with `packed_sdpa`.
-
-    transformers rejects names that contain "sdpa" for model classes whose attention scores can be
-    capped. Here these classes are allowed, and `check` rejects models whose scores are capped.
-    """
-    for classes in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        model_class: Any = classes[type(config)]
-        model_class._supports_sdpa = True
-
-
 def longest_rotated(config: PretrainedConfig) -> int | None:
     """Return the maximum document length that does not change the rotation frequencies.
 
@@ -233,6 +224,8 @@ class Packed(NamedTuple):
     # Maximum number of keys to which a query attends, including the key of the query's token. None
     # if a query attends to all earlier keys of its document.
     window: int | None
+    # Cap and sinks of the scores. None if they are not changed.
+    scores: Scores | None = None
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
@@ -298,6 +291,8 @@ def _register(name: str, kernel: Kernel) -> None:
         documents: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if cu_seqlens is None or max_seqlen is None or documents is None:
@@ -309,7 +304,8 @@ def _register(name: str, kernel: Kernel) -> None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         has_effect = sliding_window is not None and sliding_window < max_seqlen
         window = sliding_window if has_effect else None
-        packed = Packed(cu_seqlens, max_seqlen, documents, scale, window)
+        scores = Scores.of(softcap, s_aux)
+        packed = Packed(cu_seqlens, max_seqlen, documents, scale, window, scores)
         return kernel(q, k, v, packed)[None], None
 
     AttentionInterface.register(name, attention)
@@ -335,9 +331,11 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
     mask = packed.documents
     if packed.window is not None:
         mask = mask.triu(1 - packed.window)
-    output = F.scaled_dot_product_attention(
-        by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale
-    )
+    states = (by_pack(query), by_pack(key), by_pack(value))
+    if packed.scores is None:
+        output = F.scaled_dot_product_attention(*states, attn_mask=mask, scale=packed.scale)
+    else:
+        output = packed.scores.attend(*states, mask, packed.scale)
     return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -347,10 +345,10 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
     """Compute attention by torch's CPU kernel, one document at a time.
 
     The work grows with the squares of the document lengths. With a mask, the kernel would compute
-    complete packs instead. The kernel has no sliding window, so a layer with a window is computed
-    by `packed_sdpa` with a mask.
+    complete packs instead. The kernel has neither a sliding window nor caps and sinks, so a layer
+    with one of them is computed by `packed_sdpa` with a mask.
     """
-    if packed.window is not None:
+    if packed.window is not None or packed.scores is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa(query, key, value, packed._replace(documents=mask))
     lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]
@@ -667,8 +665,16 @@ def _operator(name: str, kernels: AttentionKernels) -> Any:
     return operator
 
 
+_FLASH_SCORES = flash_scores(lambda: _flash())
+
+
 def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
+    """Call `operator`, or another function for a layer with a sliding window, caps or sinks.
+
+    `choose` returns no backend other than FlashAttention-4 for caps and sinks.
+    """
+    if packed.scores is not None:
+        return _FLASH_SCORES(q, k, v, packed)
     if packed.window is not None:
         return packed_varlen(q, k, v, packed)
     return operator(q, k, v, packed.documents, packed.max_seqlen, packed.scale)[0]
@@ -685,7 +691,7 @@ for _name, _kernels in ATTENTION_KERNELS.items():
 
 
 class Case(NamedTuple):
-    """The device, the head size and the compute dtype of an attention.
+    """The device, the head size, the compute dtype and the scores of an attention.
 
     `capability` is the CUDA compute capability of a GPU that this machine does not have. It is
     assumed that the machine of this GPU has all packages of requirements-cuda.txt.
@@ -695,6 +701,8 @@ class Case(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     capability: tuple[int, int] | None = None
+    # Change of the model's scores in words, such as "capped scores", or "".
+    changed_scores: str = ""
 
     @property
     def gpu(self) -> tuple[int, int]:
@@ -792,8 +800,10 @@ class Choice(NamedTuple):
 def refusal_of(requested: Attention, case: Case) -> str | None:
     """Return the message for a requested backend that cannot run, or None if it can run.
 
-    "auto" can always run.
+    "auto" can always run, except on a GPU without a kernel for caps or sinks.
     """
+    if requested == "auto" and case.changed_scores and case.device_type == "cuda":
+        return without_kernel(case.changed_scores, obstacle("flash_attn", case))
     reason = None if requested == "auto" else obstacle(requested, case)
     if reason is None:
         return None
@@ -839,6 +849,8 @@ def obstacle(name: str, case: Case) -> str | None:
     name: the value of `model.attention`.
     """
     backend = BACKENDS[name]
+    if case.changed_scores and (reason := scores_obstacle(backend.name, case)):
+        return reason
     if backend.device not in (None, case.device_type):
         needed = "a CPU" if backend.device == "cpu" else "a CUDA device"
         return f"needs {needed}, and the device is {case.device_type}"

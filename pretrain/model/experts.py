@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.stateless import _reparametrize_module
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -30,11 +31,37 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
     """Replace the experts of each layer by `GroupedExperts`, in place.
 
     Only modules that `stacked_experts` yields are replaced. Each of them has two parameters, and
-    each parameter has the weights of all experts of the layer.
+    each parameter has the weights of all experts of the layer. Experts with biases keep their code,
+    but can record the choices of tokens.
     """
-    for name, module in list(stacked_experts(hf)):
-        if not isinstance(module, GroupedExperts):
+    for name, module in list(stacked_experts(hf, biased=True)):
+        if hasattr(module, "seen"):
+            continue
+        if getattr(module, "has_bias", False):
+            _let_record(module)
+        else:
             hf.set_submodule(name, GroupedExperts(module, name, context))
+
+
+def _let_record(experts: Any) -> None:
+    """Replace the forward of transformers' experts with biases, in place.
+
+    It records choices as `GroupedExperts` does, and sums the gradients of biases over tokens in
+    FP32. The code of transformers would sum them in the dtype of the biases.
+    """
+    compute = experts.forward
+    experts.seen = None
+
+    @torch.compiler.disable
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if experts.seen is not None:
+            experts.seen.append(chosen)
+        named = experts.named_parameters()
+        biases = {name: bias.float() for name, bias in named if name.endswith("bias")}
+        with _reparametrize_module(experts, biases):
+            return compute(hidden, chosen, weights)
+
+    experts.forward = forward
 
 
 @contextmanager
@@ -44,7 +71,7 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     It yields one list for each module of experts, in order. While the context is entered, each
     forward of the module appends the experts of its tokens, int64 [tokens, choices], to the list.
     """
-    modules = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    modules = [module for module in model.modules() if hasattr(module, "seen")]
     recorded: list[list[Tensor]] = [[] for _ in modules]
     with ExitStack() as recording:
         for module, seen in zip(modules, recorded, strict=True):

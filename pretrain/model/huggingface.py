@@ -32,6 +32,7 @@ from pretrain.model import attention, routing
 from pretrain.model.configuration import explaining_transformers
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
+from pretrain.model.scores import admit_packed_sdpa
 from pretrain.precision.grouped import check_experts
 from pretrain.precision.layouts import stored_weights
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -110,7 +111,7 @@ def build(
     Raises:
         InputError: The weights of the source cannot be loaded or do not fit the configuration.
     """
-    attention.admit_packed_sdpa(config)
+    admit_packed_sdpa(config)
     options: dict[str, Any] = {"attn_implementation": backend, "trust_remote_code": False}
     if settings.weights_source is None:
         torch.manual_seed(seed)
@@ -242,7 +243,7 @@ def build_on_first_rank(
     later. All ranks must call this function. Raise InputError on all ranks if the first rank cannot
     build the model.
     """
-    attention.admit_packed_sdpa(config)
+    admit_packed_sdpa(config)
     has_source = settings.weights_source is not None
     # Draw random weights on the device of the run, because a seed gives different random numbers
     # on another device.

@@ -18,6 +18,7 @@ from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
 from pretrain.model.hybrids.families import separate_documents
 from pretrain.model.loss.head import LossHead
+from pretrain.model.loss.logit_change import LogitChange
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
 from pretrain.precision.gemm import Gemm
@@ -69,7 +70,8 @@ class PackedLanguageModel(nn.Module):
         separate_documents(hf)
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
-        hf.set_output_embeddings(LossHead(head, loss, self.context, name))
+        change = LogitChange.of(hf.config)
+        hf.set_output_embeddings(LossHead(head, loss, self.context, name, change))
         # Without an attention mask, GPT-2 of transformers searches each batch for padding tokens.
         # This search waits for the device, and it warns about the end-of-text tokens of a pack. The
         # method that searches is replaced by a function that does nothing. The padding of a pack

@@ -146,7 +146,7 @@ class Routing:
         }
 
     def in_fp32(self) -> None:
-        """Compute the logits of routers in FP32, if their experts can be grouped.
+        """Compute the logits of routers in FP32, if their experts are grouped or have biases.
 
         Values that a router computes from its logits, such as the weights of experts, are then FP32
         too, unless the code of the router rounds them. The matrix product that computes the logits
@@ -154,8 +154,8 @@ class Routing:
         is not changed, because the input of one matrix may be the output of another one and not
         activations.
         """
-        # Names of the modules that contain grouped experts. Their routers are in the same modules.
-        mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
+        # Names of the modules that contain grouped or biased experts, and their routers.
+        mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf, biased=True)}
         for name, router in self._hf.named_modules():
             is_grouped = router in self.routers and name.rpartition(".")[0] in mixtures
             matrices = [parameter for parameter in router.parameters() if parameter.dim() == 2]

@@ -234,11 +234,14 @@ def _wrappers_of_unit(
     # that torch.compile cannot compile.
     if not compiles or casting is not casting_parameters:
         return casts
-    # A compiled graph ends before each low-precision product and before a state of a hybrid model,
-    # and the next graph begins after it. The casts of such a unit are not compiled, because a graph
-    # cannot end inside of the context manager that replaces the parameters by working copies.
-    breaking = LowPrecisionLinear | GroupedExperts | nn.Conv1d
-    has_breaks = any(isinstance(module, breaking) for module in unit.modules())
+    # A compiled graph ends before each low-precision product, before experts, and before a state of
+    # a hybrid model, and the next graph begins after it. The casts of such a unit are not compiled,
+    # because a graph cannot end inside of the context manager that replaces the parameters by
+    # working copies.
+    breaking = LowPrecisionLinear | nn.Conv1d
+    has_breaks = any(
+        isinstance(module, breaking) or hasattr(module, "seen") for module in unit.modules()
+    )
     # The casts of a norm outside of the decoder layers are not compiled either, because the
     # compiled graph would skip the rounding of the norm's weight.
     outside_layers = not isinstance(unit, GradientCheckpointingLayer)

@@ -320,8 +320,9 @@ def plan_for(
     All ranks must call this function, and get the same choices.
     """
     capability = devices.capability if elsewhere else None
-    head_dim = training.flops.shape.head_dim
-    case = Case(devices.type, head_dim, training.compute_dtype, capability)
+    flops = training.flops
+    dtype = training.compute_dtype
+    case = Case(devices.type, flops.shape.head_dim, dtype, capability, flops.changed_scores)
     attention = choose(training.recipe.model.attention, case, training.mean_squared)
     layers = {
         active.precision.name: layers_of(

@@ -40,16 +40,19 @@ FEATURE_MULTIPLE = 8
 ROW_MULTIPLE = 16
 
 
-def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def stacked_experts(model: nn.Module, *, biased: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Yield the name and the module of the experts of each layer, if grouped products support them.
 
     Grouped products support the usual layout of transformers: the module has the parameters STACKS,
-    [experts, out, in], and no biases. `gate_up_proj` contains the gate and up projections.
+    [experts, out, in], and no biases. `gate_up_proj` contains the gate and up projections. With
+    `biased`, also yield experts with biases (gpt-oss), which compute by their own code.
     """
     other_layouts = ("is_transposed", "has_bias", "has_post_expert_norm")
     for name, module in model.named_modules():
         is_stacked = all(isinstance(getattr(module, key, None), nn.Parameter) for key in STACKS)
         has_other_layout = any(getattr(module, flag, False) for flag in other_layouts)
+        if biased and getattr(module, "has_bias", False):
+            has_other_layout = False
         if is_stacked and hasattr(module, "_apply_gate") and not has_other_layout:
             yield name, module
 

@@ -188,7 +188,12 @@ def prepare_job(
     # All precisions of a run have the same compute dtype.
     _, first = checked.phases[0]
     dtype = getattr(torch, first.precision.compute_dtype)
-    case = attention.Case(accelerator.device.type, flops.shape.head_dim, dtype)
+    case = attention.Case(
+        accelerator.device.type,
+        flops.shape.head_dim,
+        dtype,
+        changed_scores=flops.changed_scores,
+    )
     if refusal := attention.refusal_of(checked.recipe.model.attention, case):
         raise InputError(refusal)
     if case.device_type == "cuda" and (reason := kernels.missing(functions_of(shapes))):

@@ -21,6 +21,7 @@ from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.configuration import load_config
+from pretrain.model.scores import changed_scores
 from pretrain.model.sharding import gathered
 from pretrain.run.command_checks import model_folder
 from pretrain.run.run import Run
@@ -98,7 +99,9 @@ def sample(
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         torch.use_deterministic_algorithms(False)
         hf.eval()
-        hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
+        # torch's own attention would ignore caps and sinks.
+        has_sdpa = hf._supports_sdpa and not changed_scores(hf)
+        hf.set_attn_implementation("sdpa" if has_sdpa else "eager")
         torch.manual_seed(seed)
         # Replace the model's generation config. A config that is passed as an argument would be
         # completed with values of the model's config.

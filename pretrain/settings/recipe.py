@@ -71,6 +71,7 @@ class ModelSettings(Settings):
     auto: on Hopper or Blackwell, flash_attn if its package is installed, else cudnn; on other GPUs
     varlen. On Hopper, auto prefers triton if heads have 64 values and documents are short (at most
     768 tokens in the mean over all tokens). On a CPU, auto is documents, and on other devices sdpa.
+    On a GPU, capped scores and attention sinks need flash_attn.
     """
 
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"

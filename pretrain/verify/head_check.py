@@ -91,7 +91,9 @@ class HeadCheck(Probe):
         self._has_label = labels != IGNORE
         with torch.enable_grad():
             logits = result[self._has_label].float().requires_grad_()
-            losses, _ = losses_of(logits, labels[self._has_label], self._head.settings)
+            losses, _ = losses_of(
+                self._head.change(logits), labels[self._has_label], self._head.settings
+            )
             loss = losses.sum()
         (self._d_logits,) = torch.autograd.grad(loss, logits)
         self._loss += loss.detach()

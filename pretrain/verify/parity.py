@@ -619,12 +619,12 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
             before.append((values, values.clone()))
             size = torch.where(values == 0, NOISE_ON_ZEROS, NOISE * values.abs())
             values += size * torch.randn(values.shape).to(values.device)
-    weight = model.hf.get_output_embeddings().weight.detach()
-    norm = gathered(vector_norm(weight, dtype=torch.float32)).item()
+    head = model.hf.get_output_embeddings()
+    norm = gathered(vector_norm(head.weight.detach(), dtype=torch.float32)).item()
     try:
         changed = any(from_all_ranks(bool(before)))
         # The inputs are normalised, so norm / sqrt(vocabulary) is the logits' standard deviation.
-        factor = LOGITS * math.sqrt(len(weight)) / norm
+        factor = LOGITS * math.sqrt(len(head.weight)) / (norm * head.change.factor)
         yield max(1.0, factor) if changed else 1.0
     finally:
         for values, original in before:

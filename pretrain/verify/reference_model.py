@@ -122,7 +122,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
             tensor.copy_(gathered(stored[name]))
             tensor.requires_grad_(stored[name].requires_grad)
     routers = Routing(plain).routers
-    for (_, experts), router in zip(stacked_experts(plain), routers, strict=False):
+    mixtures = stacked_experts(plain, biased=True)
+    for (_, experts), router in zip(mixtures, routers, strict=False):
         experts.register_forward_pre_hook(partial(_follow_recorded_choices, router))
     return plain.eval()
 
@@ -307,7 +308,8 @@ def _output_of(
 
     The output has logits [labels, vocabulary] only for tokens with a label.
     """
-    for (_, experts), choices in zip(stacked_experts(plain), documents.choices, strict=False):
+    mixtures = stacked_experts(plain, biased=True)
+    for (_, experts), choices in zip(mixtures, documents.choices, strict=False):
         vars(experts)["recorded_choices"] = choices
     input_ids = documents.tokens.to(plain.device)
     position_ids = torch.arange(input_ids.shape[1], device=plain.device).expand_as(input_ids)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.transformer_engine import TransformerEngine
 from pretrain.settings.recipe import LossSettings
@@ -72,7 +73,12 @@ Tensors = dict[str, Tensor]
 
 
 def train(
-    recipe: str, *, fused: bool, weights: torch.dtype, **options: Any
+    recipe: str,
+    *,
+    fused: bool,
+    weights: torch.dtype,
+    change: LogitChange = UNCHANGED,
+    **options: Any,
 ) -> tuple[list[Tensors], list[Tensors]]:
     """Train a linear and the head, both in low precision: two steps of two microbatches.
 
@@ -90,7 +96,7 @@ def train(
     below.state.add(HIDDEN, HIDDEN)
     linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
     nn.init.normal_(linear.weight, std=0.2)
-    head = LossHead(linear, LossSettings(chunk=CHUNK), context, "head")
+    head = LossHead(linear, LossSettings(chunk=CHUNK), context, "head", change)
     head.state.add(HIDDEN, VOCABULARY)
     gemm = engine.gemms["head"]
     if fused and not gemm.supports_fused_loss:
@@ -126,6 +132,9 @@ def train(
         ("delayed", {}),
         ("delayed", {"fp8_format": "E4M3", "margin": 1}),
         ("current", {}),
+        ("delayed", {"change": LogitChange(cap=2.0)}),
+        ("current", {"change": LogitChange(0.5, 2.0)}),
+        ("current", {"change": LogitChange(0.25)}),
     ],
 )
 def test_the_fused_head_equals_separate_gemms_and_loss(

@@ -6,6 +6,7 @@ interpreter (TRITON_INTERPRET=1). The kernels of attention and of AdamW have tes
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from pretrain.model.fused import activation_kernel, formulas, norm_kernel, rotar
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.model.loss import softmax_kernel
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
 from tests.gpu.conftest import DEVICE, cuda_only, relative_error, te_dtype
@@ -120,12 +122,23 @@ def equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) ->
 # ── Softmax: the loss and the gradient of logits ──
 
 
-def logits(n: int, vocabulary: int, dtype: torch.dtype, scale: float, block: int) -> Inputs:
+# Gemma 2's cap, Cohere's factor, and a small cap, at which most logits saturate.
+CHANGES = [LogitChange(cap=30.0), LogitChange(0.0625), LogitChange(1.5, 0.5)]
+
+
+def logits(
+    n: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    scale: float,
+    block: int,
+    change: LogitChange = UNCHANGED,
+) -> Inputs:
     """`block` logits are read at once."""
     values = (normal(n, n, vocabulary) * scale).to(dtype)
     labels = torch.randint(vocabulary, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE)
     labels[::5] = IGNORE
-    return Inputs(logits=values, labels=labels, block=block)
+    return Inputs(logits=values, labels=labels, block=block, change=change)
 
 
 def extreme_logits() -> Inputs:
@@ -138,21 +151,23 @@ def extreme_logits() -> Inputs:
     values[3, :32] = -math.inf
     values[4, 8:] = -math.inf
     labels = torch.tensor([38, 7, 7, 35, 2, 0])
-    return Inputs(logits=values.to(DEVICE), labels=labels.to(DEVICE), block=16)
+    return Inputs(logits=values.to(DEVICE), labels=labels.to(DEVICE), block=16, change=UNCHANGED)
 
 
 def softmax(i: Inputs) -> Results:
     gradient = i.logits.clone()
     with overridden(softmax_kernel, BLOCK=i.block):
-        losses = softmax_loss(i.logits, i.labels, IGNORE)
-        equal([softmax_loss(gradient, i.labels, IGNORE, with_gradient=True)], [losses])
+        options = {"ignore": IGNORE, "change": i.change}
+        losses = softmax_loss(i.logits, i.labels, **options)
+        equal([softmax_loss(gradient, i.labels, **options, with_gradient=True)], [losses])
     assert not gradient[i.labels == IGNORE].any()
     return {"losses": losses, "gradient": gradient}
 
 
 def softmax_formula(i: Inputs) -> Results:
     exact = leaf(i.logits)
-    losses = F.cross_entropy(exact, i.labels, ignore_index=IGNORE, reduction="none")
+    scores = i.change(exact)
+    losses = F.cross_entropy(scores, i.labels, ignore_index=IGNORE, reduction="none")
     losses.sum().backward()
     return {"losses": losses.detach(), "gradient": exact.grad}
 
@@ -327,6 +342,16 @@ KERNELS = {
                 (4, 150, 30.0, 16),
                 (6, 150, 3.0, 8192),
             )
+        ],
+    ),
+    "softmax of changed logits": Kernel(
+        logits,
+        softmax,
+        softmax_formula,
+        {"losses": near(1e-5, dtype=FP32), "gradient": near(1e-6, dtype=None)},
+        [
+            (6, 150, dtype, 30.0, block, change)
+            for dtype, block, change in itertools.product((FP32, BF16), (16, 8192), CHANGES)
         ],
     ),
     "softmax of extreme logits": Kernel(extreme_logits, softmax, softmax_formula, SOFTMAX_BOUNDS),
@@ -551,17 +576,20 @@ def test_codes_of_a_rotated_gradient_are_those_of_the_bf16_gradient(
         (E5M2_CODES, (24, 80), 1e3),
     ],
 )
+@pytest.mark.parametrize("change", [UNCHANGED, *CHANGES], ids=str)
 def test_codes_of_the_gradient_of_logits_are_those_of_the_bf16_gradient(
-    fp8: torch.dtype, shape: tuple[int, int], scale: float | None
+    fp8: torch.dtype, shape: tuple[int, int], scale: float | None, change: LogitChange
 ) -> None:
     """The row-wise form has one scale per row. The column-wise form has one scale."""
-    i = logits(*shape, BF16, 3.0, softmax_kernel.BLOCK)
+    i = logits(*shape, BF16, 3.0, softmax_kernel.BLOCK, change)
     losses, values = softmax(i).values()
     given = None if scale is None else torch.tensor(scale, device=DEVICE)
     maximum = GRIDS[fp8].maximum
     earlier_amax = 0.0 if scale is None else 1e-3
     amax = torch.full((1,), earlier_amax, device=DEVICE)
-    fp8_losses, gradient = quantized_softmax_gradient(i.logits, i.labels, IGNORE, fp8, amax, given)
+    fp8_losses, gradient = quantized_softmax_gradient(
+        i.logits, i.labels, IGNORE, fp8, amax, given, change
+    )
     equal([fp8_losses], [losses])
     assert amax.item() == max(earlier_amax, tensor.absolute_maximum(values).item())
     columns_scale = tensor.scale_from_amax(amax, maximum) if given is None else given
@@ -571,10 +599,10 @@ def test_codes_of_the_gradient_of_logits_are_those_of_the_bf16_gradient(
     equal([gradient.rows_scale_inv], [tensor.decode_scale(row_scales)])
     for codes, row, row_scale in zip(gradient.rows, values, row_scales, strict=True):
         same_codes(codes[None], row[None], row_scale, fp8)
-    # The gradient at the label has the largest code, because it is the amax of its row.
+    # Without a cap, the gradient at the label has the largest code, because it is the row's amax.
     tokens = (i.labels != IGNORE).nonzero()[:, 0]
     entries = gradient.rows.view(fp8).float()[tokens, i.labels[tokens]]
-    assert (entries == -maximum).all()
+    assert change.cap or (entries == -maximum).all()
 
 
 # ── More than 2^31 values ──

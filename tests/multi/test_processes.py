@@ -37,6 +37,12 @@ HYBRID = (
     "model.config.linear_key_head_dim=4",
     "model.config.linear_value_head_dim=4",
 )
+# A model with attention sinks, and with experts that have biases.
+SINKS = (
+    "model.config.model_type=gpt_oss",
+    "model.config.num_local_experts=4",
+    "model.config.num_experts_per_tok=2",
+)
 CHECKED = ("parity=on",)
 SERVED = (*CHECKED, "evaluate.served=current", "evaluate.merge=2")
 EXACT_CURVE = dict.fromkeys(("loss", "gradient_norm", "held_out_loss", "tokens"), 1e-5)
@@ -54,6 +60,7 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
     "experts": ("fsdp2", (EXPERTS, *LOW, *SERVED), LOW_CURVE),
     "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW, *CHECKED), {"loss": 1e-3}),
+    "shards of sinks": ("fsdp2", (*SINKS, *LOW, *CHECKED), {"loss": 1e-3}),
 }
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
+from pretrain.model.loss.logit_change import LogitChange
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.product import LinearPass, PrecisionContext, present
@@ -33,14 +34,15 @@ _BF16 = torch.bfloat16
 
 @contextmanager
 def fused_head(
-    gemm: TransformerEngineGemm, weight: Tensor, context: PrecisionContext
+    gemm: TransformerEngineGemm, weight: Tensor, context: PrecisionContext, change: LogitChange
 ) -> Iterator[Callable[..., Tensor]]:
     """Context manager that yields the function `chunk_loss` for one forward of the head.
 
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    probes of `context` observe each operand and each result.
+    probes of `context` observe each operand and each result. `change` is the change of the logits
+    before the loss.
     """
 
     def matrix() -> Tensor:
@@ -56,7 +58,7 @@ def fused_head(
             matrix, refresh=head_pass.refresh, differentiable=True
         )
         head_pass.show_weight(quantized_weight, matrix)
-        yield partial(chunk_loss, gemm, head_pass, quantized_weight)
+        yield partial(chunk_loss, gemm, head_pass, quantized_weight, change)
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
@@ -70,6 +72,7 @@ def chunk_loss(
     gemm: TransformerEngineGemm,
     head_pass: LinearPass,
     weight: Any,
+    change: LogitChange,
     hidden: Tensor,
     labels: Tensor,
     d_hidden: Tensor,
@@ -84,6 +87,7 @@ def chunk_loss(
         gemm: The Gemm of the head.
         head_pass: The current forward of the head.
         weight: Quantized weight, with FP8 codes by rows and transposed.
+        change: Change of the logits before the loss.
         hidden: Hidden states of the chunk [n, hidden].
         labels: Labels of the chunk, int64 [n].
         d_hidden: Buffer for the gradient of `hidden`.
@@ -101,8 +105,8 @@ def chunk_loss(
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
     fp8, _ = fp8_format(te, quantizer.dtype)
-    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale)
-    head_pass.show("grad_output", partial(_overwritten_by_gradient, logits, labels))
+    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale, change)
+    head_pass.show("grad_output", partial(_overwritten_by_gradient, logits, labels, change))
     del logits
 
     def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
@@ -120,7 +124,7 @@ def chunk_loss(
     return losses
 
 
-def _overwritten_by_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+def _overwritten_by_gradient(logits: Tensor, labels: Tensor, change: LogitChange) -> Tensor:
     """Return `logits`, overwritten by the gradient of the loss in BF16."""
-    softmax_loss(logits, labels, IGNORE, with_gradient=True)
+    softmax_loss(logits, labels, IGNORE, change=change, with_gradient=True)
     return logits

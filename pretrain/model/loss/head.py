@@ -23,7 +23,6 @@ gradient of the logits in low precision (`pretrain.model.loss.fp8_head`).
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +37,7 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.precision.cublaslt import add_product_, linear
 from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import LinearState, PrecisionContext, SingleWeightPass, in_dtype
@@ -47,14 +47,6 @@ from pretrain.settings.recipe import LossSettings, PenaltyKind
 # Maximum number of logits that `Penalty.gradient_` converts to FP32 at a time, for any chunk size.
 # They take 16 MiB, and the method needs about three tensors of this size.
 LOGITS_AT_ONCE = 2**22
-
-# Some architectures change their logits after the head by a cap or a factor. `LossHead` replaces
-# only the head, so such a change would be lost. Map the configuration key of each cap and factor to
-# the value that has no effect.
-_LOGIT_CHANGES = dict.fromkeys(
-    ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-)
-_LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0)
 
 
 def check(config: PretrainedConfig, settings: LossSettings) -> None:
@@ -66,14 +58,12 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
                 "`loss.kind: cce` needs a CUDA device and the package cut-cross-entropy "
                 "(requirements-cuda.txt); set `loss.kind: chunked`"
             )
-    for key, neutral in _LOGIT_CHANGES.items():
-        value = getattr(config, key, None)
-        if value not in (None, neutral):
-            raise InputError(
-                f"model: the configuration of the model sets `{key}: {value}`, but the loss does "
-                f"not support `{key}`; either choose another model, or, if you train from "
-                f"scratch, set `model.config.{key}: {json.dumps(neutral)}`"
-            )
+    change = LogitChange.of(config)
+    if settings.kind == "cce" and change != UNCHANGED:
+        raise InputError(
+            f"`loss.kind: cce` does not compute the loss of {config.model_type}, which scales or "
+            "caps its logits; set `loss.kind: chunked`"
+        )
 
 
 class LossHead(nn.Linear):
@@ -90,6 +80,7 @@ class LossHead(nn.Linear):
         settings: LossSettings,
         context: PrecisionContext | None = None,
         name: str = "lm_head",
+        change: LogitChange = UNCHANGED,
     ) -> None:
         """Create the head with the Parameters of `linear`, so that a tied weight stays tied.
 
@@ -99,6 +90,7 @@ class LossHead(nn.Linear):
             context: Precision shared by all low-precision modules. `convert` later adds a Gemm to
                 the head for each engine that quantizes the head.
             name: Name of the head in the model.
+            change: Change of the logits before the loss.
         """
         has_bias = linear.bias is not None
         if settings.kind == "cce" and has_bias:
@@ -110,6 +102,7 @@ class LossHead(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         self.settings = settings
+        self.change = change
         self.chunk = settings.tokens_at_once  # maximum number of tokens in a chunk
         self.state = LinearState(name, context or PrecisionContext(linear.weight.dtype))
         self.penalty: Penalty | None = None
@@ -166,7 +159,9 @@ class LossHead(nn.Linear):
         def losses(rows: slice) -> Tensor:
             """Return the losses of the chunk of tokens `rows`, as `add_up` requires."""
             logits = linear(hidden[rows], weight, bias)
-            return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
+            return token_losses(
+                logits, labels[rows], self.penalty, self.change, with_gradient=False
+            )
 
         return self.add_up(losses, labels, low)
 
@@ -307,7 +302,7 @@ def _differentiating(
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 
-        return fused_head(low, head.weight, context)
+        return fused_head(low, head.weight, context, head.change)
     weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
 
     def chunk_loss(
@@ -334,7 +329,7 @@ def _differentiating(
             logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
-        losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+        losses = token_losses(logits, labels, head.penalty, head.change, with_gradient=True)
         # The tensor `logits` now contains the gradient of the logits.
         if low:
             d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
@@ -349,7 +344,12 @@ def _differentiating(
 
 
 def token_losses(
-    logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool
+    logits: Tensor,
+    labels: Tensor,
+    penalty: Penalty | None = None,
+    change: LogitChange = UNCHANGED,
+    *,
+    with_gradient: bool,
 ) -> Tensor:
     """Return the cross-entropy of each token, FP32 [n], or [2, n] with penalties in the second row.
 
@@ -360,18 +360,22 @@ def token_losses(
         logits: Logits of each token, [n, vocabulary].
         labels: Target of each token, int64 [n].
         penalty: Penalty on each token's distribution, or None.
+        change: Change of the logits before softmax.
         with_gradient: True to overwrite the logits with the gradient of the loss, as
             `Penalty.gradient_` does. With a penalty, the logits are always overwritten.
     """
     if penalty is not None:
-        return penalty.gradient_(logits, labels)
+        return penalty.gradient_(logits, labels, change)
     if logits.is_cuda:
         from pretrain.model.loss import softmax_kernel
 
-        return softmax_kernel.softmax_loss(logits, labels, IGNORE, with_gradient=with_gradient)
+        return softmax_kernel.softmax_loss(
+            logits, labels, IGNORE, change=change, with_gradient=with_gradient
+        )
     if with_gradient:
-        return Penalty().gradient_(logits, labels)[0]
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
+        return Penalty().gradient_(logits, labels, change)[0]
+    scores = change(logits.float())
+    return F.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="none")
 
 
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
@@ -425,7 +429,7 @@ class Penalty:
     kind: PenaltyKind | None = None
     weight: float = 0.0
 
-    def gradient_(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def gradient_(self, logits: Tensor, labels: Tensor, change: LogitChange = UNCHANGED) -> Tensor:
         """Overwrite the logits with the gradient of cross-entropy + weight * penalty.
 
         Softmax and sums are in FP32 for any dtype of the logits, and the gradient is rounded once,
@@ -435,6 +439,7 @@ class Penalty:
         Args:
             logits: Logits of each token, [n, vocabulary].
             labels: Target of each token, int64 [n].
+            change: Change of the logits before softmax.
 
         Returns:
             Cross-entropies and penalties, FP32 [2, n].
@@ -444,8 +449,11 @@ class Penalty:
         for some_logits, some_labels, some_losses in zip(
             logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True
         ):
-            scores = some_logits.float()  # not a copy if the logits are FP32
+            scores = change(some_logits.float())  # not a copy of FP32 logits without a change
+            slopes = change.slopes(scores)
             some_losses.copy_(self._overwrite(scores, some_labels))
+            if change != UNCHANGED:
+                scores.mul_(slopes)
             if scores is not some_logits:
                 some_logits.copy_(scores)
         return losses

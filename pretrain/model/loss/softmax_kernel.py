@@ -7,8 +7,12 @@ of 50,000 logits is still in the L2 cache when the second pass reads it.
 
 If the head computes in FP8, the gradient is written as FP8 codes, by rows and transposed. The
 scales are known after the first pass: the entry of largest magnitude in a token's gradient is the
-entry at its label, because all other entries are positive and sum to the same magnitude. Values are
-rounded to BF16 before they are quantized, as if the gradient had been written in BF16.
+entry at its label, because all other entries are positive and sum to the same magnitude. If logits
+are capped, another entry may be larger, and another pass finds it. Values are rounded to BF16
+before they are quantized, as if the gradient had been written in BF16.
+
+If the model changes its logits (`pretrain.model.loss.logit_change`), logits are changed when they
+are loaded, and the gradient is multiplied by the derivative of the change.
 
 In the codes by rows, each row has a scale, so that the entry at the label is exact.
 docs/studies/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
@@ -39,6 +43,7 @@ from pretrain.model.fused.fp8_tile import (
     store_rows,
     tensor_scale,
 )
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 
 # Number of logits that a program loads at a time, and its number of warps. These values were the
 # fastest on an H100 for the loss with its gradient. Only two programs of 32 warps run on a
@@ -67,6 +72,27 @@ def probability(score, maximum, inverse_total):
 
 
 @triton.jit
+def _changed(logits, factor: tl.constexpr, cap: tl.constexpr):
+    """Return the changed logits: factor * logits, or cap * tanh(factor * logits / cap)."""
+    if factor != 1.0:
+        logits *= factor
+    if cap != 0.0:
+        logits = cap - 2 * cap / (exponential(logits * (2.0 / cap)) + 1.0)
+    return logits
+
+
+@triton.jit
+def _gradient_of_logits(gradient, scores, factor: tl.constexpr, cap: tl.constexpr):
+    """Return the gradient of the logits from the gradient of `scores`, the changed logits."""
+    if factor != 1.0:
+        gradient *= factor
+    if cap != 0.0:
+        share = scores * (1.0 / cap)
+        gradient *= 1.0 - share * share
+    return gradient
+
+
+@triton.jit
 def _softmax_loss(
     logits,  # [n, vocabulary]; overwritten with the gradient if `with_gradient`
     labels,  # int64 [n]
@@ -83,6 +109,8 @@ def _softmax_loss(
     group: tl.constexpr,
     with_gradient: tl.constexpr,
     fp8: tl.constexpr,
+    factor: tl.constexpr,
+    cap: tl.constexpr,
 ):
     """Compute the loss of one token.
 
@@ -98,12 +126,25 @@ def _softmax_loss(
     # NaN, and the NaN loss stops the run.
     has_target = (label != ignore) & (label >= 0) & (label < vocabulary)
     target = tl.load(row + label, mask=has_target, other=float("nan")).to(tl.float32)
-    maximum, total = _maximum_and_total(row, vocabulary, block, group)
+    target = _changed(target, factor, cap)
+    maximum, total = _maximum_and_total(row, vocabulary, block, group, factor, cap)
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     inverse_total = 1.0 / total
-    at_label = (probability(target, maximum, inverse_total) - 1.0).to(row.dtype.element_ty)
+    at_label = probability(target, maximum, inverse_total) - 1.0
+    at_label = _gradient_of_logits(at_label, target, factor, cap).to(row.dtype.element_ty)
     if maxima is not None:
-        magnitude = tl.where(label == ignore, 0.0, tl.abs(at_label.to(tl.float32)))
+        magnitude = tl.abs(at_label.to(tl.float32))
+        if cap != 0.0:
+            # The cap may make the entry at the label smaller than another one.
+            for start in range(0, vocabulary, block):
+                column = start + _columns(block, group)
+                scores = _load_scores(row, column, vocabulary, factor, cap)
+                gradient = probability(scores, maximum, inverse_total)
+                gradient = _gradient_of_logits(gradient, scores, factor, cap)
+                gradient = tl.where((column < vocabulary) & (column != label), gradient, 0.0)
+                largest = tl.max(tl.max(gradient, axis=1)).to(row.dtype.element_ty)
+                magnitude = tl.maximum(magnitude, largest.to(tl.float32))
+        magnitude = tl.where(label == ignore, 0.0, magnitude)
         record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
         scale = scale_from_amax(magnitude, fp8)
         tl.store(scales + token, scale)
@@ -113,8 +154,9 @@ def _softmax_loss(
     if with_gradient:
         for start in range(0, vocabulary, block):
             column = start + _columns(block, group)
-            scores = _load_scores(row, column, vocabulary)
+            scores = _load_scores(row, column, vocabulary, factor, cap)
             gradient = probability(scores, maximum, inverse_total)
+            gradient = _gradient_of_logits(gradient, scores, factor, cap)
             gradient = tl.where(label == ignore, 0.0, gradient)
             tl.store(row + column, gradient, mask=column < vocabulary)
         # Subtract 1 at the label after all threads have written their probabilities.
@@ -123,7 +165,14 @@ def _softmax_loss(
 
 
 @triton.jit
-def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group: tl.constexpr):
+def _maximum_and_total(
+    row,
+    vocabulary: tl.constexpr,
+    block: tl.constexpr,
+    group: tl.constexpr,
+    factor: tl.constexpr,
+    cap: tl.constexpr,
+):
     """Return the maximum of a row of scores, and its sum of exp(score - maximum), in one pass.
 
     The algorithm is that of Milakov and Gimelshein (2018). Each group of neighbouring columns has a
@@ -133,7 +182,7 @@ def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group
     total = tl.zeros([block // group], tl.float32)
     for start in range(0, vocabulary, block):
         column = start + _columns(block, group)
-        scores = _load_scores(row, column, vocabulary)
+        scores = _load_scores(row, column, vocabulary, factor, cap)
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         reference = _finite(higher)
         total *= exponential(maximum - reference)
@@ -144,10 +193,14 @@ def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group
 
 
 @triton.jit
-def _load_scores(row, column, vocabulary: tl.constexpr):
-    """Return the scores of columns of a row in FP32. They are -inf after the end of the row."""
+def _load_scores(row, column, vocabulary: tl.constexpr, factor: tl.constexpr, cap: tl.constexpr):
+    """Return changed logits of a row in FP32. They are -inf after the end of the row."""
     inside = column < vocabulary
-    return tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
+    logits = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
+    scores = _changed(logits, factor, cap)
+    if cap != 0.0:
+        scores = tl.where(inside, scores, -float("inf"))
+    return scores
 
 
 @triton.jit
@@ -168,6 +221,7 @@ def softmax_loss(
     labels: Tensor,
     ignore: int,
     *statistics: Tensor,
+    change: LogitChange = UNCHANGED,
     with_gradient: bool = False,
     fp8: tl.dtype | None = None,
 ) -> Tensor:
@@ -179,7 +233,9 @@ def softmax_loss(
         ignore: Label of tokens whose loss and gradient are zero.
         statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`, from which
             the FP8 codes of the gradient are computed. Omit them if no codes are needed.
-        with_gradient: True to overwrite the logits with their gradient, softmax - one_hot(label).
+        change: Change of the logits before softmax.
+        with_gradient: True to overwrite the logits with their gradient. Without a change, this is
+            softmax - one_hot(label).
         fp8: Format of the FP8 codes. Required if `statistics` are given.
     """
     n, vocabulary = logits.shape
@@ -203,6 +259,7 @@ def softmax_loss(
         group=group,
         with_gradient=with_gradient,
         fp8=fp8,
+        **change._asdict(),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
@@ -236,16 +293,19 @@ def _softmax_quantized_gradient(
     fp8: tl.constexpr,
     tokens_of_tile: tl.constexpr,
     words_of_tile: tl.constexpr,
+    factor: tl.constexpr,
+    cap: tl.constexpr,
 ):
     """Write the codes of one tile of the gradient, by rows and transposed."""
     token, word = program_tile(tokens_of_tile, words_of_tile)
     columns_scale = tensor_scale(scale, amax, None, scale_inv, fp8)
     label = tl.load(labels + token)[:, None]
-    scores = load_rows(logits, token, word, vocabulary)
+    scores = _changed(load_rows(logits, token, word, vocabulary), factor, cap)
     maximum = tl.load(maxima + token)[:, None]
     inverse_total = tl.load(reciprocals + token)[:, None]
     gradient = probability(scores, maximum, inverse_total)
     gradient -= tl.where(word[None, :] == label, 1.0, 0.0)
+    gradient = _gradient_of_logits(gradient, scores, factor, cap)
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
     row_codes = fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8)
     store_rows(row_codes, rows, token, word, vocabulary)
@@ -259,6 +319,7 @@ def quantized_softmax_gradient(
     fp8: torch.dtype,
     amax: Tensor,
     scale: Tensor | None,
+    change: LogitChange = UNCHANGED,
 ) -> tuple[Tensor, QuantizedGradient]:
     """Return the cross-entropy of each token, FP32 [n], and the gradient of the logits in FP8.
 
@@ -272,6 +333,7 @@ def quantized_softmax_gradient(
         scale: Scale of the transposed codes under delayed scaling, one FP32 value. If it is None,
             the scale is computed from the largest magnitude of the gradient, and `amax` must be
             zero before the call.
+        change: Change of the logits before softmax.
     """
     n, vocabulary = logits.shape
     labels = labels.contiguous()
@@ -284,7 +346,7 @@ def quantized_softmax_gradient(
     tile_tokens = math.gcd(n, FP8_TILE[0])
     tile_words = math.gcd(vocabulary, FP8_TILE[1])
     statistics = (maxima, reciprocals, rows_scale, rows_scale_inv, amax)
-    losses = softmax_loss(logits, labels, ignore, *statistics, fp8=TYPES[fp8])
+    losses = softmax_loss(logits, labels, ignore, *statistics, change=change, fp8=TYPES[fp8])
     _softmax_quantized_gradient[(n // tile_tokens, vocabulary // tile_words)](
         logits=logits,
         labels=labels,
@@ -300,6 +362,7 @@ def quantized_softmax_gradient(
         vocabulary=vocabulary,
         ignore=ignore,
         fp8=TYPES[fp8],
+        **change._asdict(),
         tokens_of_tile=tile_tokens,
         words_of_tile=tile_words,
         num_warps=FP8_WARPS,

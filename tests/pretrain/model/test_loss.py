@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -14,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, token_losses
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 from tests.pretrain.conftest import QUANTIZED, context_of, emulation_of
 
 KINDS = get_args(PenaltyKind)
+CHANGES = [UNCHANGED, LogitChange(0.25), LogitChange(cap=1.5), LogitChange(2.0, 5.0)]
 
 
 def problem(
@@ -41,14 +44,19 @@ def defined(kind: str | None, logits: Tensor) -> Tensor:
 
 
 def exact(
-    states: Tensor, linear: nn.Linear, labels: Tensor, kind: str | None = None, weight: float = 0.0
+    states: Tensor,
+    linear: nn.Linear,
+    labels: Tensor,
+    kind: str | None = None,
+    weight: float = 0.0,
+    change: LogitChange = UNCHANGED,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of cross-entropies and penalties, and the gradients of the loss, in FP64.
 
     Gradients are those of cross-entropy + weight * penalty for states, weight and bias.
     """
     inputs = [t.detach().double().requires_grad_() for t in (states, *linear.parameters())]
-    logits = F.linear(*inputs).flatten(0, -2)
+    logits = change(F.linear(*inputs).flatten(0, -2))
     labels = labels.flatten()
     valid = labels != IGNORE
     cross_entropy = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
@@ -70,19 +78,19 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     at_once=st.sampled_from([1, 100, 2**22]),
     sharpness=st.sampled_from([0.1, 1.0, 8.0]),
     bias=st.booleans(),
+    change=st.sampled_from(CHANGES),
     seed=st.integers(0, 9),
 )
 def test_losses_and_gradients_are_exact_to_fp32_rounding(
-    kind, weight, tokens, vocabulary, ignored, chunk, at_once, sharpness, bias, seed
+    kind, weight, tokens, vocabulary, ignored, chunk, at_once, sharpness, bias, change, seed
 ) -> None:
     torch.manual_seed(seed)
     states, linear, labels = problem(tokens, 16, vocabulary, ignored, bias=bias)
     with torch.no_grad():
         linear.weight *= sharpness
-    parts, gradients = exact(states, linear, labels, kind, weight)
-    head = LossHead(
-        linear, LossSettings(penalty=kind, penalty_weight=weight if kind else None, chunk=chunk)
-    )
+    parts, gradients = exact(states, linear, labels, kind, weight, change)
+    settings = LossSettings(penalty=kind, penalty_weight=weight if kind else None, chunk=chunk)
+    head = LossHead(linear, settings, change=change)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pretrain.model.loss.head.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
@@ -159,16 +167,21 @@ def test_microbatches_are_summed_in_the_main_gradient(main: torch.dtype) -> None
     assert relative_error(linear.weight.main_grad, expected) < tolerance
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
-def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "change"), [*zip(QUANTIZED, itertools.cycle(CHANGES), strict=False)]
+)
+def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(
+    precision: str, change: LogitChange
+) -> None:
     """Chunks of 100 tokens would not suit all precisions. They become chunks of 128 tokens."""
     torch.manual_seed(0)
     states, linear, labels = problem(384, 128, 256, 0.1)
     with torch.no_grad():
         linear.weight.mul_(4)
-    parts, (d_states, d_weight) = exact(states, linear, labels)
+    parts, (d_states, d_weight) = exact(states, linear, labels, change=change)
     engine = emulation_of(precision)
-    head = LossHead(linear, LossSettings(chunk=100), context_of(engine, low_precision=True))
+    context = context_of(engine, low_precision=True)
+    head = LossHead(linear, LossSettings(chunk=100), context, change=change)
     head.state.add(128, 256)
     for _ in range(3):  # Delayed scaling computes its scales in the first two passes.
         states.grad = linear.weight.grad = None

@@ -26,14 +26,14 @@ from pretrain.settings.recipe import LossSettings
 # The language models of transformers that `check_architecture` accepts.
 NAMES = """
 afmoe apertus arcee aria_text bamba beam bitnet cohere cohere2 cohere2_moe ctrl cwm diffllama
-ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text
-gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe
-granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
-hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum
-minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat nemotron
-nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
-vaultgemma
+ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
+gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
+granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna
+lfm2 lfm2_moe lfm3 llama mellum minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+mixtral moshi nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3
+phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+solar_open starcoder2 vaultgemma
 """
 TRAINED = NAMES.split()
 # Values of the keys that a configuration has, under any of their names.
@@ -51,8 +51,6 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 16),
     **{"mamba_n_groups": 2, "n_groups": 2, "mamba_d_ssm": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_qk_norm": True},
-    **dict.fromkeys(("logit_scale", "logits_scaling"), 1.0),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping")),
 }
 QWENS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # Kinds of two layers of types whose configuration has no kinds for any number of layers.
@@ -70,7 +68,16 @@ IN_LAYER = re.compile(r"\.\d+\.")
 MIXER = re.compile(r"\.(linear_attn|self_attn|mamba|mixer|conv)$")
 ROUTER = re.compile(r"\.(gate|router\w*)(\.|$)")
 # Types that train, but whose layers stack matrices in a layout that Muon does not know.
-UNKNOWN_LAYOUTS = {"aria_text", "ctrl", "gpt_bigcode", "gpt_neox", "jetmoe", "persimmon", "phi3"}
+UNKNOWN_LAYOUTS = {
+    "aria_text",
+    "ctrl",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "jetmoe",
+    "persimmon",
+    "phi3",
+}
 
 
 def small_config(model_type: str) -> PretrainedConfig:

@@ -361,9 +361,9 @@ the head's gradient contains only the last chunk of tokens
 """)
 faults_in(loss_head, loss=PENALIZED)("""
 the penalty's gradient is lost
-- return penalty.gradient_(logits, labels)
-+ losses = penalty.gradient_(logits.clone(), labels)
-+ Penalty().gradient_(logits, labels)
+- return penalty.gradient_(logits, labels, change)
++ losses = penalty.gradient_(logits.clone(), labels, change)
++ Penalty().gradient_(logits, labels, change)
 + return losses
 the held-out loss includes the penalty
 - return trained if self.training else parts[0]
@@ -408,9 +408,9 @@ the loss is halved in later chunks of a quantized head
 """)
 faults_in(loss_head, emulated, **HEAD)("""
 the logits are 10 % too large in later chunks of a quantized head
-- losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+- losses = token_losses(logits, labels, head.penalty, head.change, with_gradient=True)
 + logits.mul_(1.1 if low and not first else 1)
-+ losses = token_losses(logits, labels, head.penalty, with_gradient=True)
++ losses = token_losses(logits, labels, head.penalty, head.change, with_gradient=True)
 """)
 
 # ── Low-precision products ──────────────────────────────────────────────────────────────

@@ -1,0 +1,71 @@
+"""Changes of the logits after the LM head: a factor (Granite, Cohere) and a cap (Gemma 2).
+
+A model with a change computes the loss of z instead of the logits x:
+
+    z = factor x                        without a cap
+    z = cap tanh(factor x / cap)        with a cap
+
+The code of transformers changes logits itself if the head is called without labels. With labels,
+`LossHead` computes the loss of changed logits, in FP32. The products of the head, and therefore the
+operands that are quantized, are those of x.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from foundation.errors import InputError
+
+# Keys of transformers' configurations. The logits are multiplied by the value of a key in FACTORS,
+# divided by that of a key in DIVISORS, and capped at that of a key in CAPS.
+FACTORS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling",)
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Types of models that multiply logits by the values of DIVISORS.
+MULTIPLY_BY_DIVISORS = ("hyperclovax",)
+
+
+class LogitChange(NamedTuple):
+    """The factor and the cap of a model's logits. A cap of 0.0 means that there is no cap."""
+
+    factor: float = 1.0
+    cap: float = 0.0
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitChange:
+        """Return the change in a configuration. Raise InputError if a value is not positive."""
+        values = {}
+        for key in (*FACTORS, *DIVISORS, *CAPS):
+            value = getattr(config, key, None)
+            if value is None:
+                continue
+            if not value > 0:
+                raise InputError(
+                    f"`model.config.{key}: {value}` must be a positive number; set another value"
+                )
+            values[key] = float(value)
+        factor = 1.0
+        for key in values.keys() - {*CAPS}:
+            divides = key in DIVISORS and config.model_type not in MULTIPLY_BY_DIVISORS
+            factor *= 1 / values[key] if divides else values[key]
+        return cls(factor, next((values[key] for key in CAPS if key in values), 0.0))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the changed logits. Without a change, this is the tensor `logits` itself."""
+        if self.factor != 1:
+            logits = logits * self.factor
+        if self.cap:
+            logits = (logits / self.cap).tanh() * self.cap
+        return logits
+
+    def slopes(self, changed: Tensor) -> Tensor | float:
+        """Return the derivative of each changed logit with respect to the logit."""
+        if not self.cap:
+            return self.factor
+        return self.factor * (1 - (changed / self.cap).square())
+
+
+UNCHANGED = LogitChange()
