@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from foundation.command import run_command
 from foundation.errors import InputError
 
 
-def failing(error: BaseException):
+def failing(error: BaseException) -> Callable[[], int]:
     def command() -> int:
         raise error
 

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,9 @@ def test_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     process.communicate("done\n")
 
 
-def cannot(number: int):
+def cannot(number: int) -> Callable[..., None]:
+    """Return a function that raises the error of the system with this number."""
+
     def call(*arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 

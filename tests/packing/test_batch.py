@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def stream(
     microbatch: int = 2,
     rank: int = 0,
     world_size: int = 1,
-    **options,
+    **options: Any,
 ) -> BatchStream:
     options = {"mask_boundaries": True, "rank": rank, "world_size": world_size, **options}
     order = Order(Mixture.alone(len(packs)), seed=11)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
 from pretrain.precision.emulation import EmulationEngine
-from pretrain.precision.gemm import TorchGemm
+from pretrain.precision.gemm import GemmEngine, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.settings import (
     PRECISIONS,
@@ -56,13 +56,22 @@ def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
     return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))
 
 
-def context_of(engine, dtype=torch.bfloat16, **state):
+def context_of(
+    engine: GemmEngine, dtype: torch.dtype = torch.bfloat16, **state: Any
+) -> PrecisionContext:
     """Return the context of a model that computes in the precision of `engine`."""
     active = ActivePrecision(engine.precision.name, engine.precision, "emulation")
     return PrecisionContext(dtype, {active.name: engine}, active, **state)
 
 
-def linear_of(engine, in_features, out_features, *, name="layer", bias=False):
+def linear_of(
+    engine: GemmEngine,
+    in_features: int,
+    out_features: int,
+    *,
+    name: str = "layer",
+    bias: bool = False,
+) -> LinearState:
     """Return a linear layer that `engine` computes, with a context in which a forward is under way.
 
     The caller enters the engine's own `forward` where delayed scaling needs it.
@@ -110,7 +119,9 @@ def accelerator() -> Iterator[Accelerator]:
         yield accelerator
 
 
-def attention_of(q, k, v, cu_seqlens, scale):
+def attention_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the attention probabilities [heads, T, T] and the output [T, heads, D].
 
     A query attends to its document up to itself. q has the shape [T, heads, D]. k and v may have
@@ -123,7 +134,15 @@ def attention_of(q, k, v, cu_seqlens, scale):
     return p, torch.einsum("hts,shd->thd", p, v).contiguous()
 
 
-def attention_gradients(q, k, v, output, d_output, cu_seqlens, scale):
+def attention_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    d_output: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> list[Tensor]:
     """Check `output`, and return the gradients of q, k and v."""
     p, expected = attention_of(q, k, v, cu_seqlens, scale)
     assert torch.equal(output, expected)
@@ -134,8 +153,10 @@ def attention_gradients(q, k, v, output, d_output, cu_seqlens, scale):
     d_s = scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
     dk = torch.einsum("hts,thd->shd", d_s, q)
     dv = torch.einsum("hts,thd->shd", p, d_output)
+    # Query heads of a group share a head of k and v.
     dk, dv = (gradient.unflatten(1, (heads, group)).sum(2) for gradient in (dk, dv))
-    return [gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv)]
+    dq = torch.einsum("hts,shd->thd", d_s, k)
+    return [gradient.contiguous() for gradient in (dq, dk, dv)]
 
 
 RESULTS = ("output", "dq", "dk", "dv")
@@ -173,11 +194,33 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
     Tests may change the returned functions.
     """
 
-    def forward(q, k, v, *, cu_seqlens_q, softmax_scale, causal, return_lse, **options):
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        return_lse: bool,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         _, output = attention_of(q, k, v, cu_seqlens_q, softmax_scale)
         return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
-    def backward(q, k, v, out, dout, lse, scale, causal, *, cu_seqlens_q, **options):
+    def backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        *,
+        cu_seqlens_q: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
         assert lse.shape == (q.shape[1], len(q))
         gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
         buffers = [options.get(name) for name in ("dq", "dk", "dv")]
@@ -198,21 +241,52 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"attn_mask_type": "padding_causal", "window_size": (-1, 0), "cuda_graph": False}
     common |= {"qkv_layout": "thd_thd_thd", "o_format": "thd"}
 
-    def check(options, ends, dtype, kind, q, **more):
-        """Check the arguments of both functions, and return the scale."""
+    def check(
+        options: dict[str, Any], ends: Tensor, dtype: torch.dtype, kind: str, q: Tensor, **more: str
+    ) -> float:
+        """Check the arguments of both functions, and return the scale.
+
+        `more` are the options that only one of them has.
+        """
         scale, of_q, of_kv = (options.pop(name) for name in keys)
         assert of_q is of_kv is ends and kind == "kernel" and dtype == q.dtype
         assert options == common | more
         return scale
 
-    def forward(is_training, longest_q, longest_k, ends, ends_k, q, k, v, dtype, kind, **options):
+    def forward(
+        is_training: bool,
+        longest_q: int,
+        longest_k: int,
+        ends: Tensor,
+        ends_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dtype: torch.dtype,
+        kind: str,
+        **options: Any,
+    ) -> tuple[Tensor, list[Tensor | None]]:
         scale = check(options, ends, dtype, kind, q)
         assert is_training and longest_q == longest_k and ends is ends_k
         _, output = attention_of(q, k, v, ends, scale)
         log_sums = torch.arange(len(q) * q.shape[1], dtype=torch.float32)
         return output, [log_sums.view(len(q), q.shape[1], 1), None]
 
-    def backward(_, __, ends, ___, q, k, v, output, d_output, dtype, saved, kind, **options):
+    def backward(
+        longest_q: int,
+        longest_k: int,
+        ends: Tensor,
+        ends_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        d_output: Tensor,
+        dtype: torch.dtype,
+        saved: list[Tensor],
+        kind: str,
+        **options: Any,
+    ) -> tuple[Tensor | None, ...]:
         scale = check(options, ends, dtype, kind, q, do_format="thd", dqkv_layout="thd_thd_thd")
         log_sums, random_state = saved
         assert random_state.dtype == torch.int64 and random_state.shape == (2,)

@@ -66,7 +66,9 @@ def test_replicas_share_the_writing_evenly(shapes, ranks):
 # ── From any number of processes to any other, simulated in this process ──
 
 
-def as_rank(rank, mesh_shape, placements, tensor):
+def as_rank(
+    rank: int, mesh_shape: tuple[int, ...], placements: list[Placement], tensor: torch.Tensor
+) -> torch.Tensor:
     """Return `tensor` as torch distributes it to `rank` of a mesh of this shape.
 
     A fake process group suffices, without the other processes.

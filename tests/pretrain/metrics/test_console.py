@@ -7,6 +7,8 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +16,21 @@ from hypothesis import strategies as st
 from pretrain.metrics.console import Console
 
 
-def record(step: int = 120, **changes) -> dict:
-    values = {"step": step, "loss": 2.1337, "learning_rate": 1.96e-5, "gradient_norm": 1.518}
+def record(step: int = 120, **changes: float) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 2.1337,
+        "learning_rate": 1.96e-5,
+        "gradient_norm": 1.518,
+    }
     values |= {"tokens_per_second": 47523.0, "memory_gib": 80.9, "calculation_method": "ours"}
     values |= {"mfu_bf16_peak": 0.4963, "data_wait_ms": 2.8, "step_ms": 2757.0}
     return values | changes
 
 
-def output_of(act, total_steps: int = 2776, encoding: str = "utf-8") -> str:
+def output_of(
+    act: Callable[[Console], object], total_steps: int = 2776, encoding: str = "utf-8"
+) -> str:
     """Return the output of `act`, which is called with a Console."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     act(Console(total_steps, stream=stream))
@@ -47,7 +56,7 @@ def test_a_step_is_one_line_that_labels_each_figure():
 
 
 def test_a_line_has_the_means_since_the_last_line():
-    def act(console):
+    def act(console: Console) -> None:
         for step in range(1, 9):
             slow = 3.0 if step == 2 else 1.0
             rates = {"tokens_per_second": 1000 / slow, "mfu_bf16_peak": 0.4 / slow}
@@ -65,7 +74,7 @@ def test_a_line_has_the_means_since_the_last_line():
 
 
 def test_the_time_left_is_estimated_from_the_steps_of_this_process():
-    def act(console):
+    def act(console: Console) -> None:
         console.step(record(101))
         time.sleep(0.05)
         console.step(record(102))

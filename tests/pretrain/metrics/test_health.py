@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import numpy as np
@@ -17,11 +18,11 @@ from pretrain.settings.recipe import HealthSettings
 UPDATE = StepDecision("update")
 
 
-def health(**settings) -> Health:
+def health(**settings: str) -> Health:
     return Health(HealthSettings(**settings))
 
 
-def health_after(losses, **settings) -> Health:
+def health_after(losses: Iterable[float], **settings: str) -> Health:
     """Return a Health that has checked steps with these losses and accepted them all."""
     checked = health(**settings)
     for step, loss in enumerate(losses, start=1):
@@ -91,7 +92,7 @@ def test_training_from_scratch_raises_no_alarm(start, end, time_scale, noise, se
     cut=st.integers(0, 259),
 )
 def test_a_resumed_run_decides_like_an_uninterrupted_one(losses, cut):
-    def decide(checked, first_step, losses):
+    def decide(checked: Health, first_step: int, losses: list[float]) -> list[StepDecision]:
         return [checked.check(step, loss, 1.0) for step, loss in enumerate(losses, first_step)]
 
     cut = min(cut, len(losses))

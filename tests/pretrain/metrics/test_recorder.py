@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 BATCH = {"step_tokens": 4096, "sum_squared_lengths": 1_000_000}
 
 
-def figures(step: int = 1, **changes) -> dict:
+def figures(step: int = 1, **changes: float) -> dict[str, Any]:
     values = {"step": step, "tokens": 4096 * step, "epoch": 0.1, "loss": 2.0, "data_wait_ms": 1.0}
     return {**values, "learning_rate": 1e-3, "gradient_norm": 0.5, **BATCH, **changes}
 
@@ -60,7 +61,7 @@ def test_rates_cover_the_complete_step_and_all_devices(flops):
 
 
 def test_a_record_has_exactly_the_documented_keys(flops):
-    def keys(**parts):
+    def keys(**parts: Any) -> list[str]:
         recorder = Recorder(pack_length=512, device=CPU, **parts)
         with recorder.step():
             pass

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate import PartialState
@@ -33,7 +34,7 @@ def evaluation(step: int) -> dict:
     return {"step": step, "event": "evaluation", "held_out_loss": 1.5, "held_out_perplexity": 4.48}
 
 
-def lines(path) -> list[dict]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -43,12 +44,14 @@ values = numbers | st.lists(numbers) | st.dictionaries(st.text(), numbers)
 
 @given(records=st.lists(st.dictionaries(st.text(min_size=1), values)))
 def test_logged_values_are_read_back_with_null_for_nan_and_infinity(records, tmp_path_factory):
-    def expected(value):
+    def expected(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             return None
         if isinstance(value, dict):
             return {key: expected(item) for key, item in value.items()}
-        return [expected(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [expected(item) for item in value]
+        return value
 
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     tracker = JsonlTracker(path)
@@ -73,7 +76,7 @@ def test_a_killed_and_resumed_run_has_every_step_once(steps, resumed, cut, tmp_p
         for item in ([record(step), evaluation(step)] if step % 5 == 0 else [record(step)])
     ]
 
-    def run(records, resumed_step):
+    def run(records: list[dict[str, Any]], resumed_step: int) -> None:
         tracker = JsonlTracker(path, resumed_step)
         tracker.start()
         for item in records:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -41,7 +41,13 @@ class Recorder(Observer):
         return {self.name: step.number}
 
 
-def steps_described(schedule, numbers, *, resumed_step=0, every=100):
+def steps_described(
+    schedule: PrecisionSchedule,
+    numbers: Iterable[int],
+    *,
+    resumed_step: int = 0,
+    every: int | None = 100,
+) -> list[Step]:
     """Return the steps that an observer is asked about."""
     recorder = Recorder("a", [])
     observers = Observers([recorder], schedule, resumed_step, every)
@@ -100,7 +106,7 @@ def test_an_error_in_a_step_exits_the_hooks_of_all_observers() -> None:
         is_entered = False
 
         @contextmanager
-        def passes(self, step, batches, place):
+        def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
             with overridden(self, is_entered=True):
                 yield
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pretrain.observe.operand_statistics import (
     summary,
     warning_of,
 )
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in, call_of, context_of, emulation_of
@@ -30,7 +32,7 @@ ROLES = ("input", "weight", "grad_output")
 class SmallModel:
     """Two linears, 256 -> 128 -> 256, that compute in an emulated precision."""
 
-    def __init__(self, recipe: str, **options) -> None:
+    def __init__(self, recipe: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.engine = emulation_of(recipe, **options)
         self.context = context_of(self.engine)
@@ -54,11 +56,13 @@ class SmallModel:
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
         return [y.detach(), *(weight.grad.clone() for weight in self.layers.parameters())]
 
-    def observed_step(self, **options) -> tuple[list[Tensor], dict[tuple[str, str], dict]]:
+    def observed_step(
+        self, *, recompute: bool = False
+    ) -> tuple[list[Tensor], dict[tuple[str, str], dict]]:
         """Return the result of `step`, and the records of its operands by layer and role."""
         statistics = OperandStatistics(self.engine.precision, self.context.state())
         with self.context.probing(statistics):
-            values = self.step(**options)
+            values = self.step(recompute=recompute)
         records = statistics.records()
         return values, {(record.pop("layer"), record.pop("operand")): record for record in records}
 
@@ -69,7 +73,15 @@ class SmallModel:
         return [*self.engine.state().values()]
 
 
-def record_of(recipe, x, role="input", *, parts=1, scale=1.0, **options):
+def record_of(
+    recipe: str,
+    x: Tensor,
+    role: Role = "input",
+    *,
+    parts: int = 1,
+    scale: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
     """Return the record of `x`, which the statistics see in `parts` parts."""
     scales = {
         "fp8/l/forward/scale": torch.full((3,), scale),
@@ -195,7 +207,13 @@ def test_delayed_scales_lag_a_step_and_current_scales_do_not():
 
 
 def test_a_summary_has_mean_scales_and_the_worst_shares():
-    def record(role, scale, underflow=0.0, saturation=0.0, amax=1.0):
+    def record(
+        role: Role,
+        scale: float | None,
+        underflow: float = 0.0,
+        saturation: float = 0.0,
+        amax: float = 1.0,
+    ) -> dict[str, Any]:
         shares = {"underflow": underflow, "saturation": saturation}
         return {"operand": role, "amax": amax, "scale": scale, **shares}
 

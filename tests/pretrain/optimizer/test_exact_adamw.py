@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ SHAPES = ((33, 17), (17,), (5, 3, 2))
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def parameters(dtype=torch.float32, shapes=SHAPES):
+def parameters(
+    dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[nn.Parameter]:
     """Return random parameters with BF16 values."""
     generator = torch.Generator().manual_seed(0)
     return [

@@ -7,7 +7,7 @@ with a GPU.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -75,8 +75,14 @@ class Streams(TorchDispatchMode):
         yield
         self.current = before
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        call = partial(function, *args, **kwargs or {})
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call = partial(function, *args, **(kwargs or {}))
         if self.synchronizes or function is not torch.ops.aten._foreach_copy_.default:
             return call()
         return self.current.run(call)

@@ -23,7 +23,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,7 +53,9 @@ MARKS = {
 }
 
 
-def configurations(device, kinds=("qwen3",)):
+def configurations(
+    device: str, kinds: Sequence[str] = ("qwen3",)
+) -> Iterator[tuple[str, str, bool]]:
     """Yield architecture, precision and whether layers are fused.
 
     Emulated precisions are never fused. On a GPU, FP32 is not fused.
@@ -61,11 +63,10 @@ def configurations(device, kinds=("qwen3",)):
     for kind in kinds:
         for name, precision in PRECISIONS.items():
             yield kind, name, False
-            fuses = (
-                precision.compute_dtype == "bfloat16"
-                if device == "cuda"
-                else not precision.quantized
-            )
+            if device == "cuda":
+                fuses = precision.compute_dtype == "bfloat16"
+            else:
+                fuses = not precision.quantized
             if fuses and kind not in UNFUSED:
                 yield kind, name, True
 
@@ -97,7 +98,7 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
 
     Returns None if no run in `precision` can have the fault.
     """
-    catchers = []
+    catchers: list[str] = []
     with on_a(device) as accelerator:
         for _, name, fused in configurations(device, (fault.kind,)):
             for weights in fault.weights if name == precision else ():
@@ -106,9 +107,8 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
                 run = build_run(accelerator, name, fused=fused, weights=weights, **fault.options)
                 if fault.applies(run):
                     checks = named(caught_by(run, fault)) or NOTHING
-                    catchers += (
-                        [f"{checks} (fused)" if fused else checks] if checks not in catchers else []
-                    )
+                    if checks not in catchers:
+                        catchers.append(f"{checks} (fused)" if fused else checks)
     return ", ".join(catchers) or None
 
 
@@ -159,7 +159,9 @@ def read_lists(text: str, precisions: Sequence[str]) -> dict[tuple[str, str], st
     return cells
 
 
-def objections_to(layers, kind, precision, fused, device="cpu"):
+def objections_to(
+    layers: int, kind: str, precision: str, fused: bool, device: str = "cpu"
+) -> tuple[str, ...]:
     """Return the checks that reject a correct run."""
     packs = 2 if layers == DEPTHS[0] else 1
     with on_a(device) as accelerator:

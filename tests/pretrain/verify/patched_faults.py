@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from packing.arrow import IGNORE
-from packing.batch import build_microbatch
+from packing.batch import StepBatches, build_microbatch
 from pretrain.model import attention, gradients, packed
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.optimizer.muon import Muon
+from pretrain.model.loss.head import Penalty
+from pretrain.optimizer.muon import Hidden, Muon
 from pretrain.precision import delayed_state, emulation, gemm
-from pretrain.precision.emulation import EmulatedGemm, Operand
-from pretrain.precision.gemm import Gemm
+from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.gemm import Gemm, GemmKind
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.verify import parity
 from tests.pretrain.conftest import active_in
@@ -86,7 +88,13 @@ def another_base(run: SmallRun, patch: Patch) -> None:
     rotary.inv_freq = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
     forward = run.layers[1].forward
 
-    def rotated(hidden, *args, position_ids, position_embeddings, **options):
+    def rotated(
+        hidden: Tensor,
+        *args: Any,
+        position_ids: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **options: Any,
+    ) -> Any:
         tables = rotary(position_embeddings[0], position_ids)
         return forward(
             hidden, *args, position_ids=position_ids, position_embeddings=tables, **options
@@ -104,7 +112,14 @@ def in_torch(run: SmallRun) -> bool:
 
 @fault("the second norm of a fused layer uses the first norm's weight", in_torch)
 @patching(arithmetic.Arithmetic, "norm")
-def norms_swapped(run, real, self, x, norm, *rest):
+def norms_swapped(
+    run: SmallRun,
+    real: Callable[..., Any],
+    self: arithmetic.Arithmetic,
+    x: Tensor,
+    norm: nn.Module,
+    *rest: Any,
+) -> tuple[Any, ...]:
     layers = run.packed.fused.layers.values()
     first_norms = {layer.parts.norms[1]: layer.parts.norms[0] for layer in layers}
     return real(self, x, first_norms.get(norm, norm), *rest)
@@ -112,9 +127,14 @@ def norms_swapped(run, real, self, x, norm, *rest):
 
 @fault("the residual's gradient is lost in backward", in_torch)
 @patching(arithmetic.Arithmetic, "norm_backward")
-def residual_lost(run, real, *inputs, residual, **options):
-    is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].parts.norms[1]
-    return real(*inputs, residual=residual * (not is_last), **options)
+def residual_lost(
+    run: SmallRun, real: Callable[..., Any], *inputs: Any, residual: Tensor, **options: Any
+) -> tuple[Any, ...]:
+    norm = inputs[-1]
+    last_layer = list(run.packed.fused.layers.values())[-1]
+    if norm is last_layer.parts.norms[1]:
+        residual = torch.zeros_like(residual)
+    return real(*inputs, residual=residual, **options)
 
 
 @fault("one layer is skipped")
@@ -149,7 +169,9 @@ def changing_attention_of_one_layer(change: Callable[..., dict[str, Any]]) -> Ma
 
 @fault("in one layer, a document attends to the document before it", in_two_layers)
 @changing_attention_of_one_layer
-def one_layer_leaks(query, *states, cu_seqlens, max_seqlen, **_):
+def one_layer_leaks(
+    query: Tensor, *states: Tensor, cu_seqlens: Tensor, max_seqlen: int, **_: Any
+) -> dict[str, Any]:
     ends = cu_seqlens.unique()
     ends = torch.cat([ends[:2], ends[3:]])
     return {"documents": attention.document_mask(ends, max_seqlen, query.shape[2])}
@@ -157,7 +179,9 @@ def one_layer_leaks(query, *states, cu_seqlens, max_seqlen, **_):
 
 @fault("in backward, a document's keys get the gradients of the next document's", in_two_layers)
 @changing_attention_of_one_layer
-def gradient_leaks(query, key, value, *, cu_seqlens, **_):
+def gradient_leaks(
+    query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor, **_: Any
+) -> dict[str, Any]:
     def leaked(gradient: Tensor) -> Tensor:
         boundary = int(cu_seqlens.unique()[1])
         of_next = gradient[:, :, boundary : 2 * boundary]
@@ -209,7 +233,14 @@ def document_lost(gradient: Tensor, ends: list[int]) -> None:
 
 @fault("the logits' gradient contains only the label's term")
 @patching(loss_head, "token_losses")
-def label_alone(run, real, logits, labels, *penalty, with_gradient):
+def label_alone(
+    run: SmallRun,
+    real: Callable[..., Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    *penalty: Penalty | None,
+    with_gradient: bool,
+) -> Tensor:
     losses = real(logits.clone(), labels, *penalty, with_gradient=with_gradient)
     if with_gradient:
         logits.zero_()
@@ -225,7 +256,7 @@ def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
     """
 
     @patching(parity, "forward_backward")
-    def make(run: SmallRun, real: Any, *args: Any, **options: Any) -> Tensor:
+    def make(run: SmallRun, real: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         loss = real(*args, **options)
         for parameter_name, parameter in run.packed.hf.named_parameters():
             if ".1." in parameter_name and parameter_name.endswith(name):
@@ -245,14 +276,22 @@ fault("one weight's gradient is 25 % too large")(
 
 @fault("quantized weights' gradients are 8 % too large in later microbatches", emulated)
 @patching(gemm, "add_to")
-def later_gradients_too_large(run, real, total, gradient, *, overwrite):
+def later_gradients_too_large(
+    run: SmallRun, real: Callable[..., None], total: Tensor, gradient: Tensor, *, overwrite: bool
+) -> None:
     factor = 1.0 if run.packed.context.first_microbatch else 1.08
     real(total, factor * gradient, overwrite=overwrite)
 
 
 @fault("the tokens of the transposed input are shifted in later microbatches", emulated)
 @patching(EmulatedGemm, "factors")
-def later_inputs_shifted(run, real, gemm, kind, *operands):
+def later_inputs_shifted(
+    run: SmallRun,
+    real: Callable[..., list[Operand]],
+    gemm: EmulatedGemm,
+    kind: GemmKind,
+    *operands: BothWays,
+) -> list[Operand]:
     left, right = real(gemm, kind, *operands)
     if kind == "wgrad" and not run.packed.context.first_microbatch:
         right = Operand(right.values.roll(1, 1), right.scale)
@@ -261,7 +300,15 @@ def later_inputs_shifted(run, real, gemm, kind, *operands):
 
 @fault("output gradients are not quantized in later microbatches", emulated)
 @patching(EmulatedGemm, "quantize_along")
-def later_gradients_unquantized(run, real, gemm, role, x, along, scale):
+def later_gradients_unquantized(
+    run: SmallRun,
+    real: Callable[..., Operand],
+    gemm: EmulatedGemm,
+    role: Role,
+    x: Tensor,
+    along: Along,
+    scale: Tensor | None,
+) -> Operand:
     operand = real(gemm, role, x, along, scale)
     if role != "grad_output" or run.packed.context.first_microbatch:
         return operand
@@ -285,7 +332,11 @@ def half_of_the_history(run: SmallRun, patch: Patch) -> None:
 # ── Experts with few tokens ─────────────────────────────────────────────────────────────
 
 
-def changing_grouped_products(kind: str, change: Callable[..., object]) -> Make:
+# Results of the experts. Weight gradients are one tensor, and other results are one per expert.
+Parts = Tensor | Sequence[Tensor]
+
+
+def changing_grouped_products(kind: GemmKind, change: Callable[[Parts, list[int]], object]) -> Make:
     """Return a fault that changes the results of the experts in one kind of grouped product.
 
     `change(parts, by_tokens)` changes the experts' results in place. `by_tokens` has the experts
@@ -295,7 +346,15 @@ def changing_grouped_products(kind: str, change: Callable[..., object]) -> Make:
     by_tokens: dict[tuple[int, ...], list[int]] = {}
 
     @patching(emulation, "multiply_grouped")
-    def make(run, real, gemm_kind, left, right, dtype, ends):
+    def make(
+        run: SmallRun,
+        real: Callable[..., Tensor],
+        gemm_kind: GemmKind,
+        left: Operand,
+        right: Operand,
+        dtype: torch.dtype | None,
+        ends: Tensor,
+    ) -> Tensor:
         cuts = tuple(ends.tolist())
         if gemm_kind == "forward":
             tokens = [part.any(1).sum() for part in left.values.tensor_split(cuts[:-1])]
@@ -327,7 +386,7 @@ fault_of_experts("the weight's gradient of the smallest expert is zero")(
 
 @fault_of_experts("two experts' weight gradients are exchanged")
 @partial(changing_grouped_products, "wgrad")
-def gradients_exchanged(parts: Any, by_tokens: list[int]) -> None:
+def gradients_exchanged(parts: Tensor, by_tokens: list[int]) -> None:
     smallest, next_one = by_tokens[:2]
     parts[[smallest, next_one]] = parts[[next_one, smallest]]
 
@@ -368,11 +427,15 @@ def norms_decay(run: SmallRun, patch: Patch) -> None:
 def stale_copy(run: SmallRun, patch: Patch) -> None:
     updates = [0]
     after_update(run, patch, updates.append)
-    patching(Gemm, "weight_operand")(
-        lambda run, real, *args, refresh, **options: real(
-            *args, refresh=refresh and updates[-1] % 2 == 0, **options
-        )
-    )(run, patch)
+
+    @patching(Gemm, "weight_operand")
+    def stale(
+        run: SmallRun, real: Callable[..., Any], *args: Any, refresh: bool, **options: Any
+    ) -> Any:
+        is_second_step = updates[-1] % 2 == 1
+        return real(*args, refresh=refresh and not is_second_step, **options)
+
+    stale(run, patch)
 
 
 @fault("a weight's cached copy is stale from the second microbatch of a step on", emulated)
@@ -381,7 +444,14 @@ def stale_later(run: SmallRun, patch: Patch) -> None:
     last: dict[str, Any] = {}
 
     @patching(EmulatedGemm, "weight_operand")
-    def later(run, real, gemm, *args, refresh, **options):
+    def later(
+        run: SmallRun,
+        real: Callable[..., Any],
+        gemm: EmulatedGemm,
+        *args: Any,
+        refresh: bool,
+        **options: Any,
+    ) -> Any:
         operand = real(gemm, *args, refresh=refresh, **options)
         if refresh:
             before[gemm.name] = last.pop(gemm.name, operand)
@@ -391,18 +461,24 @@ def stale_later(run: SmallRun, patch: Patch) -> None:
     later(run, patch)
 
 
-def changing_passes(change: Callable[..., Any]) -> Make:
+# Runs forward and backward on the batches of a step, and returns the loss.
+Passes = Callable[[StepBatches], Tensor]
+
+
+def changing_passes(change: Callable[[SmallRun, Passes, StepBatches], Tensor]) -> Make:
     """Return a fault of the passes in training, which parity does not use.
 
     `change(run, passes, step)` replaces the passes of a step. `passes` runs them on a step's
     batches.
     """
 
-    return patching(packed, "forward_backward")(
-        lambda run, real, model, step, *rest: change(
-            run, lambda batches: real(model, batches, *rest), step
-        )
-    )
+    @patching(packed, "forward_backward")
+    def make(
+        run: SmallRun, real: Callable[..., Tensor], model: nn.Module, step: StepBatches, *rest: Any
+    ) -> Tensor:
+        return change(run, lambda batches: real(model, batches, *rest), step)
+
+    return make
 
 
 fault_of_update("the last microbatch of a step is dropped")(
@@ -433,7 +509,7 @@ def round_to_bf16(run: SmallRun) -> None:
 
 @fault_of_update("FP32 gradient sums are rounded to BF16")
 @changing_passes
-def sums_rounded_to_bf16(run, passes, step):
+def sums_rounded_to_bf16(run: SmallRun, passes: Passes, step: StepBatches) -> Tensor:
     loss = passes(step)
     round_to_bf16(run)
     return loss
@@ -444,7 +520,7 @@ def sums_rounded_to_bf16(run, passes, step):
     lambda run: len(run.step.microbatches) > 2,
 )
 @changing_passes
-def sums_rounded_between(run, passes, step):
+def sums_rounded_between(run: SmallRun, passes: Passes, step: StepBatches) -> Tensor:
     with run.packed.register_forward_pre_hook(lambda *_: round_to_bf16(run)):
         return passes(step)
 
@@ -456,15 +532,15 @@ def not_cleared(run: SmallRun, patch: Patch) -> None:
 
 @fault_of_update("a step is trained in evaluation mode")
 @changing_passes
-def in_evaluation_mode(run, passes, step):
+def in_evaluation_mode(run: SmallRun, passes: Passes, step: StepBatches) -> Tensor:
     run.packed.eval()
     return passes(step)
 
 
 @fault_of_update("the loss that is logged is the last microbatch's")
 @changing_passes
-def last_loss_logged(run, passes, step):
-    losses = []
+def last_loss_logged(run: SmallRun, passes: Passes, step: StepBatches) -> Tensor:
+    losses: list[Tensor] = []
     with run.packed.register_forward_hook(lambda module, args, loss: losses.append(loss.detach())):
         passes(step)
     return losses[-1] * len(losses) / step.valid_tokens
@@ -472,7 +548,9 @@ def last_loss_logged(run, passes, step):
 
 @fault("the momentum of one matrix of Muon stays zero", optimizer="muon")
 @patching(Muon, "_direction")
-def momentum_stays_zero(run, real, optimizer, item, *rest):
+def momentum_stays_zero(
+    run: SmallRun, real: Callable[..., Tensor], optimizer: Muon, item: Hidden, *rest: Any
+) -> Tensor:
     result = real(optimizer, item, *rest)
     if item.parameter is run.layers[0].self_attn.k_proj.weight:
         optimizer.state[item.parameter]["momentum"].zero_()

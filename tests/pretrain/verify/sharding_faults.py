@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from pretrain.model.distributed import complete_topology, from_all_ranks
 from pretrain.model.sharding import Sharding, _Group
 from pretrain.precision import delayed_state, emulation
-from pretrain.precision.emulation import EmulatedGemm
+from pretrain.precision.emulation import BothWays, EmulatedGemm
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm
 from tests.pretrain.verify import faults
 from tests.pretrain.verify.faults import Make, Patch, delayed, faults_in, patching, quantized
@@ -76,14 +78,22 @@ def layer_of(run: SmallRun) -> _Group:
 # ── Reductions ──────────────────────────────────────────────────────────────────────────
 
 
-def changing_reduction(patch, group, change):
+# Writes the sums over all ranks to its argument.
+Reduce = Callable[[Tensor], None]
+
+
+def changing_reduction(
+    patch: Patch, group: _Group, change: Callable[[Reduce, Tensor, Tensor], None]
+) -> None:
     """Replace the reduction of a group by `change(reduce, output, input)`."""
     real = group.fsdp._reduce_scatter_comm
 
     class Changed:
         allocate = real.allocate
 
-        def __call__(self, output_tensor, input_tensor, group, op):
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any
+        ) -> None:
             def reduce(output: Tensor) -> None:
                 real(output_tensor=output, input_tensor=input_tensor, group=group, op=op)
 
@@ -97,7 +107,7 @@ def reduction_dropped(run: SmallRun, patch: Patch) -> None:
     group = layer_of(run)
     accelerator = run.accelerator
 
-    def own_part(reduce: Callable[[Tensor], None], output: Tensor, sums: Tensor) -> None:
+    def own_part(reduce: Reduce, output: Tensor, sums: Tensor) -> None:
         # Replicas exchange gradients only in the last microbatch.
         if group.fsdp.all_reduce_grads:
             output.copy_(sums.view(accelerator.num_processes, -1)[accelerator.process_index])
@@ -118,7 +128,7 @@ def cleared_too_often(run: SmallRun, real: Any, sharding: Sharding, group: _Grou
 
 @fault("the embedding is reduced twice")
 def reduced_twice(run: SmallRun, patch: Patch) -> None:
-    def twice(reduce: Callable[[Tensor], None], output: Tensor, sums: Tensor) -> None:
+    def twice(reduce: Reduce, output: Tensor, sums: Tensor) -> None:
         reduce(output)
         second = torch.empty_like(output)
         reduce(second)
@@ -187,11 +197,14 @@ def not_gathered_again(run: SmallRun, patch: Patch) -> None:
 def codes_not_renewed(run: SmallRun, patch: Patch) -> None:
     updated: list[int] = []
     after_update(run, patch, updated.append)
-    patching(Gemm, "weight_operand")(
-        lambda run, real, *arguments, refresh, **options: real(
-            *arguments, refresh=refresh and not updated, **options
-        )
-    )(run, patch)
+
+    @patching(Gemm, "weight_operand")
+    def stale(
+        run: SmallRun, real: Callable[..., Any], *arguments: Any, refresh: bool, **options: Any
+    ) -> Any:
+        return real(*arguments, refresh=refresh and not updated, **options)
+
+    stale(run, patch)
 
 
 # The scale of a weight whose largest value was larger by a tenth
@@ -206,7 +219,14 @@ a rank's codes have an old scale
 
 @fault("a rank's codes are shifted", quantized)
 @patching(EmulatedGemm, "quantize")
-def shifted_codes(run, real, gemm, role, *arguments, **options):
+def shifted_codes(
+    run: SmallRun,
+    real: Callable[..., BothWays],
+    gemm: EmulatedGemm,
+    role: Role,
+    *arguments: Any,
+    **options: Any,
+) -> BothWays:
     operand = real(gemm, role, *arguments, **options)
     is_first = gemm.name == next(iter(run.packed.context.engine.gemms))
     if role != "weight" or not is_first or run.accelerator.process_index != 1:

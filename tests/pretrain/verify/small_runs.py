@@ -239,7 +239,16 @@ def build_run(
     return run
 
 
-def low_precision_model(settings, active, device, *, weights, fused, seed, loss):
+def low_precision_model(
+    settings: ModelSettings,
+    active: ActivePrecision,
+    device: torch.device,
+    *,
+    weights: str,
+    fused: bool,
+    seed: int,
+    loss: LossSettings | None,
+) -> tuple[PackedLanguageModel, dict[str, Decision]]:
     """Return a model with its linears in `active`, and the decision about each linear."""
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     options = {"seed": seed, "device": device, "backend": "packed_sdpa"}
@@ -295,7 +304,9 @@ def random_packs(count: int, seed: int = 0) -> list[Pack]:
     return packs
 
 
-def step_of(packs, packs_a_microbatch, rank=0, ranks=1):
+def step_of(
+    packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1
+) -> StepBatches:
     """Return one process's part of a step."""
     groups = [
         packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)

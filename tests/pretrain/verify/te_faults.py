@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,8 @@ from pretrain.model.fused.arithmetic import StackedPass
 from pretrain.precision import cublaslt
 from tests.pretrain.verify.faults import Make, Patch, fault, faults_in, patching
 from tests.pretrain.verify.small_runs import SmallRun
+
+Change = Callable[[Tensor], Tensor]
 
 ROWS = ("_rowwise_data", "_data"), ("_rowwise_scale_inv", "_scale_inv")
 COLUMNS = ("_columnwise_data", "_transpose"), ("_columnwise_scale_inv", "_scale_inv")
@@ -50,7 +52,9 @@ def fused_on_te(run: SmallRun) -> bool:
     return on_te(run) and run.packed.fused is not None
 
 
-def with_changed(operand, names, change):
+def with_changed(
+    operand: Any, names: tuple[str, ...], change: Change | None
+) -> AbstractContextManager[None]:
     """Change the first existing attribute of `names` while the context is entered."""
     name = next(
         (candidate for candidate in names if getattr(operand, candidate, None) is not None), None
@@ -60,7 +64,9 @@ def with_changed(operand, names, change):
     return overridden(operand, **{name: change(getattr(operand, name))})
 
 
-def changing_gemms(gemm, side, codes=None, scales=None):
+def changing_gemms(
+    gemm: str, side: int, codes: Change | None = None, scales: Change | None = None
+) -> Make:
     """Return a fault that changes one operand of the low-precision products of one kind.
 
     `side` is 0 for the left and 1 for the right operand. `codes` and `scales` change its tensors.
@@ -68,7 +74,9 @@ def changing_gemms(gemm, side, codes=None, scales=None):
     faulty_layout, *factors = GEMMS[gemm]
 
     def changed(multiply: Callable[..., Any]) -> Callable[..., Any]:
-        def multiply_changed(left, right, *args, layout="TN", **options):
+        def multiply_changed(
+            left: Any, right: Any, *args: Any, layout: str = "TN", **options: Any
+        ) -> Any:
             with ExitStack() as changes:
                 if layout == faulty_layout:
                     for attribute, change in zip(factors[side], (codes, scales), strict=True):
@@ -99,23 +107,33 @@ def without_last_bit(codes: Tensor) -> Tensor:
     return codes & 0xFE
 
 
-OF_GRADIENT = "the gradient's blocks are decoded with their neighbours' scales"
-for what, applies, change in (
-    ("the rows of the transposed weight are shifted", on_te, ("dgrad", 0, rolled)),
-    ("the tokens of the transposed input are shifted", on_te, ("wgrad", 0, rolled)),
-    ("the input's gradient is 25 % too large", on_te, ("dgrad", 1, None, lambda x: x * 1.25)),
-    (
-        "a weight's gradient uses every second token, doubled",
-        on_te,
-        ("wgrad", 1, every_second, lambda x: x * 2),
-    ),
-    ("codes of the input have one mantissa bit too few", on_te, ("forward", 1, without_last_bit)),
-    ("codes of the gradient have one mantissa bit too few", on_te, ("dgrad", 1, without_last_bit)),
-    ("a block is decoded with its neighbour's scale", blocks_on_te, ("forward", 1, None, rolled)),
-    (OF_GRADIENT, blocks_on_te, ("dgrad", 1, None, rolled)),
-    ("an operand is decoded with half of its scale", on_te, ("forward", 0, None, lambda x: x / 2)),
-):
-    fault(f"{what}, in hardware", applies)(changing_gemms(*change))
+fault("the rows of the transposed weight are shifted, in hardware", on_te)(
+    changing_gemms("dgrad", 0, codes=rolled)
+)
+fault("the tokens of the transposed input are shifted, in hardware", on_te)(
+    changing_gemms("wgrad", 0, codes=rolled)
+)
+fault("the input's gradient is 25 % too large, in hardware", on_te)(
+    changing_gemms("dgrad", 1, scales=lambda scales: scales * 1.25)
+)
+fault("a weight's gradient uses every second token, doubled, in hardware", on_te)(
+    changing_gemms("wgrad", 1, codes=every_second, scales=lambda scales: scales * 2)
+)
+fault("codes of the input have one mantissa bit too few, in hardware", on_te)(
+    changing_gemms("forward", 1, codes=without_last_bit)
+)
+fault("codes of the gradient have one mantissa bit too few, in hardware", on_te)(
+    changing_gemms("dgrad", 1, codes=without_last_bit)
+)
+fault("a block is decoded with its neighbour's scale, in hardware", blocks_on_te)(
+    changing_gemms("forward", 1, scales=rolled)
+)
+fault("the gradient's blocks are decoded with their neighbours' scales, in hardware", blocks_on_te)(
+    changing_gemms("dgrad", 1, scales=rolled)
+)
+fault("an operand is decoded with half of its scale, in hardware", on_te)(
+    changing_gemms("forward", 0, scales=lambda scales: scales / 2)
+)
 
 
 @fault("gradients use E4M3 instead of E5M2, or E5M2 instead of E4M3, in hardware", on_te)
@@ -158,7 +176,9 @@ a fused norm's backward drops the residual's gradient
 
 @fault("a fused activation loses the up projection's gradient", fused_on_te)
 @patching(StackedPass, "add_weight_gradient")
-def te_half_of_the_activation(run, real, stacked, dy, x):
+def te_half_of_the_activation(
+    run: SmallRun, real: Callable[..., None], stacked: StackedPass, dy: Any, x: Any
+) -> None:
     real(stacked, dy, x)
     main = stacked.stack.main_gradient
     if len(stacked.stack.members) == 2:

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundation.overrides import overridden
 from packing.arrow import IGNORE, Pack
@@ -229,7 +229,12 @@ def test_a_leak_at_any_single_boundary_is_found(small: Small) -> None:
     # Boundary 4 separates the two packs, and the attention of a CPU never crosses it.
     for boundary in (1, 2, 3, 5, 6, 7):
 
-        def joined(module, args, inputs, boundary=boundary):
+        def joined(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            inputs: dict[str, Any],
+            boundary: int = boundary,
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             ends = inputs["cu_seqlens"].unique().int()
             if len(ends) != 3:  # two documents fill the two packs
                 ends = ends[torch.arange(len(ends)) != boundary]
