@@ -25,6 +25,7 @@ from transformers import (
 from foundation.errors import InputError, as_input_error
 from foundation.overrides import overridden
 from foundation.settings import flatten
+from pretrain.model.hybrids.families import FAMILIES
 from pretrain.settings.config import SOURCE
 from pretrain.settings.recipe import ModelSettings
 
@@ -186,6 +187,9 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 str(settings.repository), revision=settings.revision, trust_remote_code=False
             )
         kind = type(loaded)
+        if stored.get("model_type") in FAMILIES:
+            # The source may have the configuration of a model of images, too.
+            kind = CONFIG_MAPPING[stored["model_type"]]
     names = kind.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}
@@ -323,14 +327,23 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
+    """Return the values of the source's config.json, or those of its text model if it has images.
+
+    Only hybrid models with images are trained without them.
+    """
     what = (
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
         "Hugging Face hub"
     )
     with explaining_transformers(what, _SET_SOURCE):
-        return PretrainedConfig.get_config_dict(
+        stored, _ = PretrainedConfig.get_config_dict(
             str(settings.repository), revision=settings.revision
-        )[0]
+        )
+    text: dict[str, Any] = stored.get("text_config") or {}
+    if text.get("model_type") not in FAMILIES:
+        return stored
+    shared = {key: stored[key] for key in ("tie_word_embeddings",) if key in stored}
+    return text | shared
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.huggingface import build_on_meta
+from pretrain.model.configuration import load_config
+from pretrain.model.huggingface import build, build_on_meta
 from pretrain.model.hybrids import families, kernels, mixing
 from pretrain.model.hybrids.families import mixers
+from pretrain.settings.recipe import ModelSettings
 from tests.conftest import Finished
 from tests.golden.runs import tensors_of
 from tests.pretrain.model.test_all_model_types import packed_model
@@ -60,6 +62,22 @@ def test_a_hybrid_model_resumes_exactly_and_transformers_loads_it(
     assert resumed.status == 0, resumed.output
     weights = tensors_of(run.run_dir / "final")
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_a_source_with_images_is_trained_without_them(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    text = small_config("qwen3_5_text").to_dict()
+    config = Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": 64})
+    source = Qwen3_5ForConditionalGeneration(config)
+    source.save_pretrained(tmp_path)
+    settings = ModelSettings(source=str(tmp_path), config={"rope_theta": 500.0})
+    config = load_config(settings)
+    options = {"seed": 1, "device": torch.device("cpu"), "backend": "packed_sdpa"}
+    hf = build(settings, config, weights=torch.float32, **options)
+    expected = source.model.language_model.state_dict()
+    loaded = hf.model.state_dict()
+    assert config.model_type == "qwen3_5_text" and loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("kind", ["olmo_hybrid", "lfm2"])
