@@ -262,8 +262,14 @@ def npy(array: Any) -> Callable[[Path], object]:
     return lambda path: np.save(path, np.asarray(array))
 
 
-def truncated(writer: Callable) -> Callable[[Path], object]:
-    return lambda path: writer(path, range(100)) and os.truncate(path, path.stat().st_size - 2)
+def truncated(writer: Callable[..., object]) -> Callable[[Path], None]:
+    """Return a function that writes 100 ids, and then cuts the file's last two bytes off."""
+
+    def write_truncated(path: Path) -> None:
+        writer(path, range(100))
+        os.truncate(path, path.stat().st_size - 2)
+
+    return write_truncated
 
 
 @pytest.mark.parametrize(

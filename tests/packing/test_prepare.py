@@ -118,9 +118,12 @@ def test_a_source_that_changes_while_it_is_read_is_rejected(
     settings: DataSettings, corpus: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = TokenLog.append
-    monkeypatch.setattr(
-        TokenLog, "append", lambda log, result: (append(log, result), corpus.touch())
-    )
+
+    def append_and_touch(log: TokenLog, result: Tokens) -> None:
+        append(log, result)
+        corpus.touch()
+
+    monkeypatch.setattr(TokenLog, "append", append_and_touch)
     with pytest.raises(InputError, match=r"corpus.jsonl: the source was changed while it was read"):
         prepare(settings, progress=False)
     monkeypatch.undo()
@@ -160,13 +163,22 @@ def move() -> None:
     os.chdir(here.rename(here.with_name(f"{here.name}-moved")))
 
 
-def record(**changes: dict) -> None:
+def record(**changes: dict[str, Any]) -> None:
     """Change sections of the manifest as an earlier version wrote it. None removes a key."""
     manifest = read_manifest(Path("packs"))
     for section, values in changes.items():
         kept = manifest[section] | values
         manifest[section] = {key: kept[key] for key in kept if kept[key] is not None}
     write_json(Path("packs", MANIFEST), manifest | {"checksum": hash_of(manifest)})
+
+
+def keep_files() -> None:
+    """Change no file."""
+
+
+def lose_source_and_its_identity() -> None:
+    record(statistics={"source_identity": None})
+    Path("corpus.jsonl").unlink()
 
 
 def change_template() -> None:
@@ -180,9 +192,9 @@ OTHER_TEMPLATE = r"other settings \(chat template: \w+ -> \w+\)"
 FILE = "tokenizer/chat_template.jinja"
 CHATS = {"messages": "messages"}
 
-# Settings of packs, changes of files and settings after that, and words of the answer.
-AGAIN: list[tuple[dict, Callable[[], Any], dict, str]] = [
-    ({}, dict, {}, SAME),
+# Settings of the packs, a change of files, changed settings, and words of the answer.
+AGAIN: list[tuple[dict[str, Any], Callable[[], object], dict[str, Any], str]] = [
+    ({}, keep_files, {}, SAME),
     ({}, Path("corpus.jsonl").touch, {}, CHANGED),
     ({}, rewrite_at_the_same_time, {}, CHANGED),
     ({}, Path("corpus.jsonl").unlink, {}, CHANGED),
@@ -191,22 +203,17 @@ AGAIN: list[tuple[dict, Callable[[], Any], dict, str]] = [
     ({"source": "texts"}, lambda: shutil.rmtree("texts"), {}, CHANGED),
     # An earlier version wrote the packs, without the identity of their source.
     ({}, lambda: record(settings={"on_bad_line": "skip"}), {}, SAME),
-    (
-        {},
-        lambda: (record(statistics={"source_identity": None}), Path("corpus.jsonl").unlink()),
-        {},
-        SAME,
-    ),
-    ({}, dict, {"source": "tokenizer/../corpus.jsonl"}, SAME),
-    ({}, dict, {"packing": "best_fit"}, "packing: truncate -> best_fit"),
+    ({}, lose_source_and_its_identity, {}, SAME),
+    ({}, keep_files, {"source": "tokenizer/../corpus.jsonl"}, SAME),
+    ({}, keep_files, {"packing": "best_fit"}, "packing: truncate -> best_fit"),
     ({}, lambda: shutil.copytree("tokenizer", "copy"), {"tokenizer": "copy"}, SAME),
     ({}, lambda: change_tokenizer(post_processor=None), {}, SAME),
     ({}, drop_a_merge, {}, OTHER_TOKENIZER),
-    (CHATS, dict, {"packing": "best_fit"}, SAME),
-    (CHATS, dict, {"packing": "truncate"}, "packing: best_fit -> truncate"),
-    (CHATS | {"packing": "truncate"}, dict, {"packing": None}, SAME),
+    (CHATS, keep_files, {"packing": "best_fit"}, SAME),
+    (CHATS, keep_files, {"packing": "truncate"}, "packing: best_fit -> truncate"),
+    (CHATS | {"packing": "truncate"}, keep_files, {"packing": None}, SAME),
     (CHATS, change_template, {}, OTHER_TEMPLATE),
-    (CHATS | {"chat_template": FILE}, dict, {}, SAME),
+    (CHATS | {"chat_template": FILE}, keep_files, {}, SAME),
     (CHATS | {"chat_template": FILE}, change_template, {}, OTHER_TEMPLATE),
     (CHATS | {"chat_template": "plain"}, Path(FILE).unlink, {}, SAME),
     (CHATS, Path(FILE).unlink, {}, "data.chat_template: tokenizer has no template"),

@@ -228,7 +228,7 @@ CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
             *((text, text) for text in ("city=X", '{"a": 1', "5")),
         )
     ),
-]  # fmt: skip
+]
 
 
 CASES = [(template, *row) for templates, *row in CHATS for template in templates]
@@ -403,7 +403,7 @@ REFUSED: list[tuple[str, Any, Any, str]] = [
         for tools in (TOOL, ["f"], "f", json.dumps([TOOL]), 7)
     ),
     (CHATML, ("Q: {q}", "a"), {"q": [USER], "a": "x"}, "type list, which is not a text; for chats"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

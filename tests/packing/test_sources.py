@@ -45,9 +45,10 @@ def write_files(folder: Path, *names: str) -> None:
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            name if path.suffix in (".txt", ".md") else json.dumps({"text": name}) + "\n"
-        )
+        content = name
+        if path.suffix not in (".txt", ".md"):
+            content = json.dumps({"text": name}) + "\n"
+        path.write_text(content)
 
 
 def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
@@ -158,6 +159,7 @@ def test_files_of_other_forms_are_read(
 
 
 def another_encoding(encoding: str, text: str) -> bytes:
+    """Return a JSON line in an encoding. A byte order mark of the text comes first."""
     mark = "\ufeff" if "\ufeff" in text else ""
     return f'{mark}{{"text": "{text.strip(mark)}"}}\n'.encode(encoding)
 
@@ -182,7 +184,6 @@ CONTENTS = {
 }
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 FILES = ("x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt")
-# A bad line between good ones.
 BAD_LINES = [
     '{"text": "a"',
     "[1]",
@@ -200,16 +201,35 @@ LONG = b"text\n" + b"a\n" * 99_999
 LATIN1 = r"x\.csv: .*UTF-8.*`iconv -f latin1 -t utf8`"
 
 # Names of files, their content, and words of the message.
-UNREADABLE: list[tuple[str, bytes, str]] = [
-    *((f"x.{kind}", another_encoding(encoding, text), message)
-      for encoding, text, message in ENCODINGS for kind in ("txt", "jsonl")),
-    *(("x.csv", another_encoding(encoding, text),
-       "no column `text`" if "NUL" in message else "UTF-8: convert it.*iconv -f utf16")
-      for encoding, text, message in ENCODINGS),
-    *(("x.jsonl", b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n',
-       "x.jsonl:2[:,] ") for line in BAD_LINES),
-    *((name, POINTER, rf"{name}: this is a Git LFS pointer; .*git lfs pull")
-      for name in (*FILES, "x.txt.gz")),
+Unreadable = list[tuple[str, bytes, str]]
+
+
+def in_other_encodings() -> Unreadable:
+    files = []
+    for encoding, text, message in ENCODINGS:
+        content = another_encoding(encoding, text)
+        message_of_csv = "UTF-8: convert it.*iconv -f utf16"
+        if "NUL" in message:
+            message_of_csv = "no column `text`"
+        files += [
+            ("x.txt", content, message),
+            ("x.jsonl", content, message),
+            ("x.csv", content, message_of_csv),
+        ]
+    return files
+
+
+def between_good_lines(line: str) -> bytes:
+    return b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n'
+
+
+UNREADABLE: Unreadable = [
+    *in_other_encodings(),
+    *(("x.jsonl", between_good_lines(line), "x.jsonl:2[:,] ") for line in BAD_LINES),
+    *(
+        (name, POINTER, rf"{name}: this is a Git LFS pointer; .*git lfs pull")
+        for name in (*FILES, "x.txt.gz")
+    ),
     *((name, content, name) for name in FILES for content in CONTENTS.values()),
     *(("x.txt.zst", content, "x.txt.zst") for kind, content in CONTENTS.items() if kind != "zstd"),
     ("x.jsonl", b'{"text": "one"}\n' + bytes(3), r":2: has NUL characters.*remove the zeros"),
@@ -226,7 +246,7 @@ UNREADABLE: list[tuple[str, bytes, str]] = [
     ("x.csv", b"\n", r"x\.csv: cannot be read: .*Empty CSV file"),
     ("x.csv", b"id,text\n1,a\n2\n", r"x\.csv: .*Row #3: Expected 2 columns, got 1: 2"),
     ("x.tsv", b"id\ttext\n1\ta\n\n2\tb\tc\n", r"x\.tsv: .*Row #3: Expected 2 columns, got 3: 2"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=lambda v: str(v)[:30])

@@ -37,7 +37,11 @@ class Stream:
         STREAMS.append(self)
 
     def run(self, operation: Callable[[], object]) -> None:
-        self.operations.append(lambda: (operation(), True)[1])
+        def run_at_once() -> bool:
+            operation()
+            return True
+
+        self.operations.append(run_at_once)
 
     def record_event(self) -> list[bool]:
         event: list[bool] = []

@@ -118,7 +118,7 @@ RESUMES: list[tuple[str, int, str, str | None]] = [
     ("precision=current", 6, f"{LATER} ; {FOR_24}", r"precision .*, train.steps \(was 12"),
     ("train.steps=30", 30, FOR_24, "ends the run at step 24; raise .* set another `run_dir`"),
     ("train.steps=30", 24, FOR_24, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("saved", "step", "present", "refusal"), RESUMES)

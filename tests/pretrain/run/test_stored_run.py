@@ -69,9 +69,13 @@ def restored(address: str, folder: Path) -> dict[str, bytes]:
 def refusing_after(allowed: int) -> Callable[[str, str], str | None]:
     """Return a fault that refuses requests that change an object after some were allowed."""
     requests = iter(range(allowed))
-    return lambda method, path: (
-        "403 Forbidden" if method != "GET" and next(requests, None) is None else None
-    )
+
+    def fault(method: str, path: str) -> str | None:
+        if method != "GET" and next(requests, None) is None:
+            return "403 Forbidden"
+        return None
+
+    return fault
 
 
 def finish(run: Path) -> None:
