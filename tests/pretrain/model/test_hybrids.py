@@ -88,13 +88,17 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leaking = {
-        name: lambda plain, ends, *args, max_seqlen=None, documents=None, **options: plain(
-            *args, **options
-        )
-        for name in mixing.MIXING
-    }
-    monkeypatch.setattr(families, "MIXING", leaking)
+    def leaking(
+        plain: Callable[..., Tensor],
+        ends: Tensor,
+        *args: Any,
+        max_seqlen: int | None = None,
+        documents: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        return plain(*args, **options)
+
+    monkeypatch.setattr(families, "MIXING", dict.fromkeys(mixing.MIXING, leaking))
     run = start_here(recipe_of(kind), tmp_path)
     assert run.status != 0
     assert "parity: this run would not train like plain transformers" in run.output
@@ -105,14 +109,24 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
 
 def steps_of(ends: Tensor, *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
     """Return for each token whether a document begins, and its part of the tensors [1, T, ...]."""
-    begins = set(ends.tolist())
-    return [
-        (token in begins, tuple(tensor[0, token] for tensor in tensors))
-        for token in range(tensors[0].shape[1])
-    ]
+    first_tokens = set(ends.tolist())
+    steps = []
+    for token in range(tensors[0].shape[1]):
+        parts = tuple(tensor[0, token] for tensor in tensors)
+        steps.append((token in first_tokens, parts))
+    return steps
 
 
-def delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, None]:
     """The function of fla-core, as the recurrence of its paper."""
     assert use_qk_l2norm_in_kernel
     q, k = (x * x.square().sum(-1, keepdim=True).add(1e-6).rsqrt() for x in (q, k))
@@ -128,7 +142,9 @@ def delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
     return torch.stack(outputs)[None], None
 
 
-def gated_attention(q, k, v, g, *, scale, cu_seqlens):
+def gated_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, cu_seqlens: Tensor
+) -> tuple[Tensor, None]:
     outputs = []
     for is_first, (query, key, value, decay) in steps_of(cu_seqlens, q, k, v, g):
         if is_first:
@@ -138,7 +154,9 @@ def gated_attention(q, k, v, g, *, scale, cu_seqlens):
     return torch.stack(outputs)[None], None
 
 
-def convolve(x, weight, bias, *, activation, cu_seqlens):
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, cu_seqlens: Tensor
+) -> tuple[Tensor, None]:
     assert activation == "silu"
     outputs = []
     for is_first, (values,) in steps_of(cu_seqlens, x):
@@ -205,12 +223,15 @@ def test_flops_of_states_are_those_of_the_recurrence(
     ).eval()
     ends = torch.tensor([0, tokens])
 
-    def recurrent(query, key, value, *, g, beta, **_):
+    def recurrent(
+        query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
         return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
 
-    def scanned(x, dt, A, B, C, **_):
+    def scanned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **_: Any) -> Tensor:
         repeated = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
-        return gated_attention(*repeated, x, A * dt, scale=1.0, cu_seqlens=ends)[0]
+        output, _ = gated_attention(*repeated, x, A * dt, scale=1.0, cu_seqlens=ends)
+        return output
 
     module = importlib.import_module(type(plain).__module__)
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", recurrent, raising=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -38,9 +39,11 @@ def problem(
 def defined(kind: str | None, logits: Tensor) -> Tensor:
     """Return the penalty of each token [n] from FP64 logits [n, vocabulary], or zeros."""
     p = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
+    if kind is None:
+        return torch.zeros_like(p[:, 0])
     if kind == "neg_entropy":
         return -(p * p.log()).sum(dim=-1)
-    return p.sort(dim=-1, descending=True).values[:, 1:].sum(dim=-1) * (kind is not None)
+    return p.sort(dim=-1, descending=True).values[:, 1:].sum(dim=-1)
 
 
 def exact(
@@ -199,7 +202,13 @@ class LargestResult(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):

@@ -100,9 +100,26 @@ def flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
         output = output_of(q, k, v, options.pop("learnable_sink"), **options)
         return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32), None, None, None
 
-    def backward(q, k, v, out, dout, lse, *, deterministic, learnable_sink, **options):
-        given = [t for t in (q, k, v, learnable_sink) if t is not None]
-        output, gradients = vjp(lambda *inputs: output_of(*[*inputs, None][:4], **options), *given)
+    def backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        deterministic: bool,
+        learnable_sink: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        inputs = [q, k, v]
+        if learnable_sink is not None:
+            inputs.append(learnable_sink)
+
+        def with_options(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return output_of(q, k, v, sinks, **options)
+
+        output, gradients = vjp(with_options, *inputs)
         torch.testing.assert_close(output, out)
         return gradients(dout)
 
