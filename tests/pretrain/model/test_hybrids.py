@@ -228,9 +228,9 @@ def test_flops_of_states_are_those_of_the_recurrence(
     ) -> tuple[Tensor, None]:
         return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
 
-    def scanned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **_: Any) -> Tensor:
-        repeated = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
-        output, _ = gated_attention(*repeated, x, A * dt, scale=1.0, cu_seqlens=ends)
+    def scanned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Tensor:
+        queries, keys = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
+        output, _ = gated_attention(queries, keys, x, A * dt, scale=1.0, cu_seqlens=ends)
         return output
 
     module = importlib.import_module(type(plain).__module__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -332,14 +332,11 @@ def half_of_the_history(run: SmallRun, patch: Patch) -> None:
 # ── Experts with few tokens ─────────────────────────────────────────────────────────────
 
 
-# Results of the experts. Weight gradients are one tensor, and other results are one per expert.
-Parts = Tensor | Sequence[Tensor]
-
-
-def changing_grouped_products(kind: GemmKind, change: Callable[[Parts, list[int]], object]) -> Make:
+def changing_grouped_products(kind: GemmKind, change: Callable[[Any, list[int]], object]) -> Make:
     """Return a fault that changes the results of the experts in one kind of grouped product.
 
-    `change(parts, by_tokens)` changes the experts' results in place. `by_tokens` has the experts
+    `change(parts, by_tokens)` changes the experts' results in place. `parts` is a tensor of all
+    weight gradients, or a sequence with one tensor for each expert. `by_tokens` has the experts
     with tokens, the one with the fewest tokens first.
     """
 
