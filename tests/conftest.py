@@ -438,7 +438,10 @@ def train(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finishe
     ) -> Finished:
         script = ["train_accelerate.py", str(write_recipe(recipe, tmp_path)), *arguments]
         command = [sys.executable, "-m", "accelerate.commands.launch", *launch, *script]
-        env = env or {key: os.environ[key] for key in os.environ if key[:10] != "ACCELERATE"}
+        if not env:
+            # Variables of Accelerate would change the launch.
+            names = [name for name in os.environ if not name.startswith("ACCELERATE")]
+            env = {name: os.environ[name] for name in names}
         env = {"OMP_NUM_THREADS": "1", **env}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))

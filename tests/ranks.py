@@ -80,7 +80,8 @@ def printed_by_ranks(
     with tempfile.TemporaryDirectory() as folder:
         status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
     assert status == 0, out + err
-    return [json.loads(line[6:]) for line in out.splitlines() if line.startswith("FOUND ")]
+    printed = [line for line in out.splitlines() if line.startswith("FOUND ")]
+    return [json.loads(line.removeprefix("FOUND ")) for line in printed]
 
 
 def print_found(accelerator: Any, found: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
@@ -17,11 +19,18 @@ CONFIGS = {
     path.stem: yaml.safe_load(path.read_text())
     for path in sorted(ROOT.glob("accelerate_configs/*.yaml"))
 }
-PRECISION_OF = {
-    name: {"no": "fp32", "bf16": "bf16"}.get(str(config["mixed_precision"]))
-    or config["fp8_config"]["recipe"]
-    for name, config in CONFIGS.items()
-}
+
+
+def precision_of(config: dict[str, Any]) -> str:
+    mixed_precision = str(config["mixed_precision"])
+    if mixed_precision == "no":
+        return "fp32"
+    if mixed_precision == "bf16":
+        return "bf16"
+    return config["fp8_config"]["recipe"]
+
+
+PRECISION_OF = {name: precision_of(config) for name, config in CONFIGS.items()}
 TOPOLOGIES = {"ddp", "fsdp2", "hsdp", "zero", "machines"}
 
 

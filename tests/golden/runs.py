@@ -104,8 +104,18 @@ RUNS = {
 
 # The runs of every commit. `make nightly` has the others.
 OF_EVERY_COMMIT = {
-    *("fp32_fused_parity", "bf16_weights", "bf16_exact_fused", "delayed_checkpointing", "current"),
-    *("mxfp8_head", "chat", "stream", "skip", "rollback", "zero_delayed", "muon"),
+    "fp32_fused_parity",
+    "bf16_weights",
+    "bf16_exact_fused",
+    "delayed_checkpointing",
+    "current",
+    "mxfp8_head",
+    "chat",
+    "stream",
+    "skip",
+    "rollback",
+    "zero_delayed",
+    "muon",
 }
 
 

@@ -62,12 +62,11 @@ def draw(heads: Heads, tokens: int, *, stacked: bool = False) -> list[Tensor]:
 @cache
 def reference(heads: Heads, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """Return the output, the gradients, and the log-sums [heads, tokens], in FP64."""
-    documents = zip(*(t.split(sizes) for t in draw(heads, sum(sizes))), strict=True)
-    alone = [attend_alone(*document, SCALE) for document in documents]
-    return {
-        name: torch.cat([results[name] for results in alone], dim=int(name == "log_sums"))
-        for name in (*RESULTS, "log_sums")
-    }
+    parts = [tensor.split(sizes) for tensor in draw(heads, sum(sizes))]
+    alone = [attend_alone(*document, SCALE) for document in zip(*parts, strict=True)]
+    results = {name: torch.cat([document[name] for document in alone]) for name in RESULTS}
+    log_sums = torch.cat([document["log_sums"] for document in alone], dim=1)
+    return results | {"log_sums": log_sums}
 
 
 def check(

@@ -327,11 +327,11 @@ REAL_HEADS = [
 TOTAL = near(1e-3, 1e-4, FP32)
 KERNELS = {
     "softmax": Kernel(
-        logits,
-        softmax,
-        softmax_formula,
-        SOFTMAX_BOUNDS,
-        [
+        draw=logits,
+        compute=softmax,
+        formula=softmax_formula,
+        bounds=SOFTMAX_BOUNDS,
+        cases=[
             (n, vocabulary, dtype, scale, block)
             for dtype in (FP32, BF16)
             for n, vocabulary, scale, block in (
@@ -345,56 +345,58 @@ KERNELS = {
         ],
     ),
     "softmax of changed logits": Kernel(
-        logits,
-        softmax,
-        softmax_formula,
-        {"losses": near(1e-5, dtype=FP32), "gradient": near(1e-6, dtype=None)},
-        [
+        draw=logits,
+        compute=softmax,
+        formula=softmax_formula,
+        bounds={"losses": near(1e-5, dtype=FP32), "gradient": near(1e-6, dtype=None)},
+        cases=[
             (6, 150, dtype, 30.0, block, change)
             for dtype, block, change in itertools.product((FP32, BF16), (16, 8192), CHANGES)
         ],
     ),
-    "softmax of extreme logits": Kernel(extreme_logits, softmax, softmax_formula, SOFTMAX_BOUNDS),
+    "softmax of extreme logits": Kernel(
+        draw=extreme_logits, compute=softmax, formula=softmax_formula, bounds=SOFTMAX_BOUNDS
+    ),
     "norm": Kernel(
-        norm_inputs,
-        norm,
-        exactly(norm),
-        {"y": near(1e-6), "dx": near(1e-5), **{f"sum {n}": sums for n in range(4)}},
-        [
+        draw=norm_inputs,
+        compute=norm,
+        formula=exactly(norm),
+        bounds={"y": near(1e-6), "dx": near(1e-5), **{f"sum {n}": sums for n in range(4)}},
+        cases=[
             (tokens, width, centered)
             for tokens, width in ((5, 96), (64, 128), (27, 768), (9, 2048), (3, 5120), (150, 64))
             for centered in BOTH
         ],
-        [(3000, 64, centered) for centered in BOTH],
+        large=[(3000, 64, centered) for centered in BOTH],
     ),
     "activation": Kernel(
-        hidden,
-        activation,
-        activation_formula,
+        draw=hidden,
+        compute=activation,
+        formula=activation_formula,
         # The sigmoid is approximate, and terms of a derivative may be almost equal.
-        {"activated": near(1e-12, 1e-3), "gradient": near(1e-12, 1e-3), "total": TOTAL},
-        [(*shape, gated) for shape in ((64, 192), (10, 96), (1, 40)) for gated in BOTH],
+        bounds={"activated": near(1e-12, 1e-3), "gradient": near(1e-12, 1e-3), "total": TOTAL},
+        cases=[(*shape, gated) for shape in ((64, 192), (10, 96), (1, 40)) for gated in BOTH],
     ),
     "activation of extreme gates": Kernel(
-        extreme_gates,
-        activation,
+        draw=extreme_gates,
+        compute=activation,
         # FP64 would not overflow where the kernel does.
-        partial(activation_formula, dtype=FP32),
+        formula=partial(activation_formula, dtype=FP32),
         # Below -87 a sigmoid is less than FP32's smallest normal number. The kernel returns zero.
-        {name: near(1e-33, 2**-8, None) for name in ("activated", "gradient", "total")},
+        bounds={name: near(1e-33, 2**-8, None) for name in ("activated", "gradient", "total")},
     ),
     "rotation": Kernel(
-        rows_of_heads,
-        rotation,
-        exactly(rotation),
-        {
+        draw=rows_of_heads,
+        compute=rotation,
+        formula=exactly(rotation),
+        bounds={
             **dict.fromkeys("qkv", near(2e-6, 4e-5)),
             "dqkv": near(4e-6, 4e-5),
             "total": TOTAL,
             "query norm": sums,
             "key norm": sums,
         },
-        [
+        cases=[
             (32, Heads(3, 3, 64), False, False),
             (333, Heads(3, 3, 64), False, False),
             (37, Heads(4, 2, 64), True, True, True),
@@ -402,19 +404,19 @@ KERNELS = {
             # The last tile is not full.
             *((37, heads, normed) for heads in SMALL_HEADS for normed in BOTH),
         ],
-        [(*real, normed) for real in REAL_HEADS for normed in BOTH],
+        large=[(*real, normed) for real in REAL_HEADS for normed in BOTH],
     ),
     "experts": Kernel(
-        choices,
-        experts,
-        experts_formula,
-        {
+        draw=choices,
+        compute=experts,
+        formula=experts_formula,
+        bounds={
             "y": near(1e-5),
             "unweighted": near(1e-5),
             "d_rows": near(1e-9),
             "d_weights": near(1e-4, 1e-4, FP32),
         },
-        [
+        cases=[
             (*shape, dtype)
             for shape in ((5, 1, 96), (17, 2, 128), (9, 8, 2048))
             for dtype in (FP32, BF16)

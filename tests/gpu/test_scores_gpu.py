@@ -33,21 +33,24 @@ def results_of(
     leaves = [t.detach().requires_grad_() for t in inputs]
     *states, sinks = leaves
     cu_seqlens = offsets(options.pop("sizes"), 7)
-    output, _ = AttentionInterface()[f"packed_{backend}"](
+    # A model with a cap has no sinks.
+    if options["softcap"]:
+        sinks = None
+        leaves = states
+    name = f"packed_{backend}"
+    documents = attention.documents_for(name, cu_seqlens, LENGTH, states[0].shape[2])
+    output, _ = AttentionInterface()[name](
         None,
         *states,
         None,
         cu_seqlens=cu_seqlens,
         max_seqlen=LENGTH,
-        documents=attention.documents_for(
-            f"packed_{backend}", cu_seqlens, LENGTH, states[0].shape[2]
-        ),
+        documents=documents,
         scaling=SCALE,
-        s_aux=None if options["softcap"] else sinks,
+        s_aux=sinks,
         **options,
     )
-    used = states if options["softcap"] else leaves
-    return [output.detach(), *torch.autograd.grad(output, used, d_output.to(output.dtype))]
+    return [output.detach(), *torch.autograd.grad(output, leaves, d_output.to(output.dtype))]
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)

@@ -157,6 +157,7 @@ def says(*contents: str) -> list[dict]:
 
 PAIR = ("prompt", "completion")
 BOTH = (CHATML, MARKED)
+BEGINNING = (*BOTH, FIRST, NO_PROMPT)
 SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "It is sunny."}]
 TURNS = [("system", "a"), ("human", "b"), ("gpt", "c"), ("tool", "d"), ("gpt", "e")]
 ROLES = ("system", "user", "assistant", "tool", "assistant")
@@ -167,6 +168,16 @@ NARRATED = [{"role": "narrator", "content": "x"}, ANSWER]
 NO = ANSWER | {"content": "no"}
 NO_WORDS = {"role": "assistant", "content": ""}
 CALLED = f"{json.dumps(CALL['tool_calls'])}<|im_end|>\n"
+
+# Arguments of a call in a record, and as a template gets them. Only JSON objects are decoded.
+WRITTEN_ARGUMENTS: list[tuple[str, Any]] = [
+    ('{"a": "{\\"b\\": 1}"}', {"a": '{"b": 1}'}),
+    ("{}", {}),
+    ("", {}),
+    ("city=X", "city=X"),
+    ('{"a": 1', '{"a": 1'),
+    ("5", "5"),
+]
 
 # Templates, the columns with the chat, a record or its messages, the chat that transformers gets
 # (None: the same), and the parts with a loss.
@@ -187,11 +198,10 @@ CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
         "c<|im_end|>\n|e<|im_end|>\n",
     ),
     # A chat may begin with an answer, and may have several.
-    *(
-        ((*BOTH, FIRST, NO_PROMPT), "messages", chat, None, "|".join([END] * chat.count(ANSWER)))
-        for before in ([], [SYSTEM])
-        for chat in ([*before, ANSWER, USER, ANSWER], [*before, ANSWER])
-    ),
+    (BEGINNING, "messages", [ANSWER], None, END),
+    (BEGINNING, "messages", [ANSWER, USER, ANSWER], None, f"{END}|{END}"),
+    (BEGINNING, "messages", [SYSTEM, ANSWER], None, END),
+    (BEGINNING, "messages", [SYSTEM, ANSWER, USER, ANSWER], None, f"{END}|{END}"),
     ((DATED,), "messages", says("Hello, 世界."), None, "Hello, 世界.<|im_end|>\n"),
     ((PLAIN,), "messages", [SYSTEM, *says("so", "yes")], None, "so<e>|yes<e>"),
     # An answer without a loss: of weight 0, or one that the template does not write.
@@ -218,15 +228,9 @@ CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
         ((WITH_TOOLS,), "messages", {"messages": [USER, ANSWER], "tools": tools}, None, END)
         for tools in ([{"name": "f"}], None, [], "")
     ),
-    # Only arguments that are JSON objects are decoded.
     *(
         ((TO_JSON,), "messages", [call(text)], [call(value)], f"[f] {json.dumps(value)}<end>")
-        for text, value in (
-            ('{"a": "{\\"b\\": 1}"}', {"a": '{"b": 1}'}),
-            ("{}", {}),
-            ("", {}),
-            *((text, text) for text in ("city=X", '{"a": 1', "5")),
-        )
+        for text, value in WRITTEN_ARGUMENTS
     ),
 ]
 

@@ -22,9 +22,13 @@ def record(step: int = 120, **changes: float) -> dict[str, Any]:
         "loss": 2.1337,
         "learning_rate": 1.96e-5,
         "gradient_norm": 1.518,
+        "tokens_per_second": 47523.0,
+        "memory_gib": 80.9,
+        "calculation_method": "ours",
+        "mfu_bf16_peak": 0.4963,
+        "data_wait_ms": 2.8,
+        "step_ms": 2757.0,
     }
-    values |= {"tokens_per_second": 47523.0, "memory_gib": 80.9, "calculation_method": "ours"}
-    values |= {"mfu_bf16_peak": 0.4963, "data_wait_ms": 2.8, "step_ms": 2757.0}
     return values | changes
 
 

@@ -62,8 +62,6 @@ QWEN3 = {
     "head_dim": 128,
     "hidden_size": 2048,
     "intermediate_size": 6144,
-}
-QWEN3 |= {
     "num_hidden_layers": 28,
     "vocab_size": 151936,
     "tie_word_embeddings": True,

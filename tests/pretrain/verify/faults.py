@@ -146,7 +146,10 @@ def faults_in(
     def register(diffs: str) -> None:
         for diff in re.split(r"\n(?![-+])", diffs.strip()):
             what, *lines = diff.split("\n")
-            edits = [] if lines[0].startswith("-") else [(after, [after])]
+            edits: list[tuple[str, list[str]]] = []
+            if not lines[0].startswith("-"):
+                # The lines of the diff follow the line `after`, which stays.
+                edits.append((after, [after]))
             for line in lines:
                 if line.startswith("-"):
                     edits.append((line[2:], []))

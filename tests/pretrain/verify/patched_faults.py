@@ -312,7 +312,9 @@ def later_gradients_unquantized(
     operand = real(gemm, role, x, along, scale)
     if role != "grad_output" or run.packed.context.first_microbatch:
         return operand
-    return Operand(x.float() if along == "features" else x.t().float(), None)
+    if along == "rows":
+        x = x.t()
+    return Operand(x.float(), None)
 
 
 fault("a phase has the precision of the phase before it", quantized)(
