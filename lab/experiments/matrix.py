@@ -39,9 +39,10 @@ def write_report(matrix: Matrix) -> str:
     runs = [base, *sorted(ended, key=_place)]
     included = {run.path for run in runs}
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
-    # data, so the fingerprint of the data may differ too.
+    # data, so the fingerprint of the data may differ too. A training shortens its schedule if it is
+    # longer than the steps that a cell sets.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
-    report = Report.over(runs, [*vary, "data.fingerprint"])
+    report = Report.over(runs, [*vary, "data.fingerprint", "schedule.warmup", "schedule.decay"])
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]

@@ -24,6 +24,7 @@ from lab.experiments.matrix_run import (
 from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.optimizer.schedule import fit_to_command_line
 from tests.lab.made_runs import leave_behind, rows_of
 
 
@@ -142,6 +143,17 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
     text = write_report(loaded)
     assert text.startswith(f"Lowest held-out loss: 2.2500, {names[1]}.\n")
     assert text.endswith(f"Not finished, and so not in this report: {', '.join(names[4:])}.")
+
+
+def test_cells_with_shortened_schedules_are_compared(matrix):
+    schedule = {"schedule.kind": "wsd", "schedule.warmup": 4}
+    loaded = matrix(axes={"train.steps": [12, 4]}, overrides=schedule)
+    for cell in loaded.cells:
+        steps = cell.recipe.train.steps
+        recipe, _ = fit_to_command_line(cell.recipe, cell.overrides, steps)
+        leave_behind(replace(cell, recipe=recipe), steps, held_out=2.0)
+        mark("m", cell, side_by_side=False)
+    assert set(rows_of(write_report(loaded))) >= {cell.name for cell in loaded.cells}
 
 
 def test_no_cell_is_the_best_if_they_were_evaluated_on_different_data(matrix):
