@@ -27,6 +27,7 @@ from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
+from pretrain.precision.quantizers.tensor import quantize_by_amax
 from pretrain.precision.settings import ActivePrecision
 
 # The number of rows and of columns in a sample: a multiple of every format's block size.
@@ -190,6 +191,8 @@ class _Sample(NamedTuple):
     # Indices of the operand's rows in the sample. If the sample was taken from the transposed
     # operand, they are indices of the operand's columns.
     rows: Tensor | slice
+    # True if each row has a scale of its own, computed from its largest magnitude.
+    has_row_scales: bool = False
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor:
@@ -252,6 +255,9 @@ class ProductCheck(Probe):
             self._experts[name] = _some_experts(name, tensor, call.ends)
         parts = self._parts(name, tensor, call.ends, is_weight=role == "weight")
         samples = [self._sampled(name, role, tensor, part) for part in parts]
+        if role == "grad_output" and call.gradient_has_row_scales:
+            (sample,) = samples
+            sample["features"] = sample["features"]._replace(has_row_scales=True)
         self.samples[name, role] = samples
         if role == "input":
             self._inputs[call] = samples
@@ -355,6 +361,11 @@ class ProductCheck(Probe):
 
     def _quantized(self, role: Role, sample: _Sample) -> Tensor:
         """Return the values of a sample after our plain quantizer has quantized them."""
+        if sample.has_row_scales:
+            grid = self._precision.grid(role)
+            rows = sample.values.split(1)
+            quantized = [quantize_by_amax(row, None, grid) for row in rows]
+            return torch.cat([row.dequantize() for row in quantized])
         quantize = self._quantize[role]
         return quantize(sample.to_quantize, sample.scale, sample.amax).dequantize()
 

@@ -275,6 +275,9 @@ class LinearPass:
     operands, weights and results to the probes of the context.
     """
 
+    # True if each row of the output's gradient has a scale of its own in dgrad.
+    gradient_has_row_scales = False
+
     def __init__(
         self,
         gemm: Gemm,

@@ -32,6 +32,12 @@ from pretrain.precision.transformer_engine import TransformerEngineGemm
 _BF16 = torch.bfloat16
 
 
+class HeadPass(LinearPass):
+    """Pass of the head, whose gradient of the logits has a scale for each token."""
+
+    gradient_has_row_scales = True
+
+
 @contextmanager
 def fused_head(
     gemm: TransformerEngineGemm, weight: Tensor, context: PrecisionContext, change: LogitChange
@@ -49,7 +55,7 @@ def fused_head(
         """Return the unquantized weight in BF16."""
         return present(weight.detach()).to(_BF16)
 
-    head_pass = LinearPass(gemm, context, differentiable=True)
+    head_pass = HeadPass(gemm, context, differentiable=True)
     # Transformer Engine reads only the dtype and the device of this input.
     gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
@@ -70,7 +76,7 @@ def fused_head(
 
 def chunk_loss(
     gemm: TransformerEngineGemm,
-    head_pass: LinearPass,
+    head_pass: HeadPass,
     weight: Any,
     change: LogitChange,
     hidden: Tensor,

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pretrain.model.loss.fp8_head import HeadPass
 from pretrain.observe.history_check import delayed_scaling
-from pretrain.observe.product_check import DRAWS, ROWS, SIGMAS, judge_product
-from pretrain.precision.quantizers.tensor import update_scale
-from tests.pretrain.conftest import active_in
+from pretrain.observe.product_check import DRAWS, ROWS, SIGMAS, ProductCheck, judge_product
+from pretrain.precision.emulation import EmulationEngine
+from pretrain.precision.product import LinearPass
+from pretrain.precision.quantizers.tensor import quantize_by_amax, update_scale
+from tests.pretrain.conftest import active_in, context_of
 
 FEATURES = 64
 SEEDS = 60
@@ -130,3 +133,31 @@ def test_the_expected_state_of_delayed_scaling_equals_the_update(past, newest, m
     expected = update_scale(after, scale, 448.0, margin, algorithm)
     assert torch.equal(history, expected[0])
     torch.testing.assert_close(following, expected[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("pass_of_head", [HeadPass, LinearPass])
+def test_a_head_that_is_sure_of_many_tokens_passes_with_row_scales(
+    pass_of_head: type[LinearPass],
+) -> None:
+    """In rows of sure tokens, the gradient is small. One scale for all rows would round more."""
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(512, 4096)
+    probabilities = logits.softmax(-1)
+    gradient = probabilities.clone()
+    gradient.scatter_add_(1, probabilities.multinomial(1), -torch.ones(512, 1))
+    weight = 0.02 * torch.randn(4096, 256)
+
+    active = active_in("current")
+    precision = active.quantized_precision
+    engine = EmulationEngine(active, torch.device("cpu"))
+    context = context_of(engine)
+    check = ProductCheck(context, active)
+    head = pass_of_head(engine.gemm("lm_head", 256, 4096), context, differentiable=True)
+    check.operand("lm_head", "weight", lambda: weight, head)
+    check.operand("lm_head", "grad_output", lambda: gradient, head)
+    rows = [quantize_by_amax(row, None, precision.grid("grad_output")) for row in gradient.split(1)]
+    codes = precision.along_features("weight")(weight, None, weight.abs().max())
+    result = torch.cat([row.dequantize() for row in rows]) @ codes.dequantize()
+    check.result("lm_head", "dgrad", result, None, head)
+    (compared,) = check.compared()
+    assert (compared.excess < 1) == (pass_of_head is HeadPass)
