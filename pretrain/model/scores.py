@@ -146,7 +146,8 @@ def flash_scores(flash: Callable[[], Any]) -> Callable[[Tensor, Tensor, Tensor, 
         # q, k, v and the sinks follow three other tensors.
         *states, sinks = inputs[3:7]
         with_sinks = states[0].new_empty(0) if sinks is None else sinks
-        return tuple(values.new_empty(values.shape) for values in (*states, with_sinks))
+        # A gradient has the strides of its tensor, which may be transposed.
+        return tuple(map(torch.empty_like, (*states, with_sinks)))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*output, *inputs[:5])
