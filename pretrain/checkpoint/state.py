@@ -62,6 +62,15 @@ class TrainState:
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
+def stored(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as it is stored in JSON, which turns tuples into lists.
+
+    JSON has no infinite numbers, so they become texts. Models with Mamba-2 layers have an infinite
+    `time_step_limit`.
+    """
+    return json.loads(json.dumps(identity), parse_constant=str)
+
+
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ between two identities.
 
@@ -72,8 +81,7 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
         saved: Identity in a checkpoint.
         current: Identity of the run.
     """
-    # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
-    current = json.loads(json.dumps(current))
+    saved, current = stored(saved), stored(current)
     return [
         key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
     ]

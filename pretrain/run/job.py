@@ -21,6 +21,7 @@ from packing.order import MixedPacks
 from packing.store import notes_of
 from packing.stream import order_of
 from pretrain.checkpoint.checkpoint import free_memory
+from pretrain.checkpoint.state import stored
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_trackers
@@ -132,7 +133,7 @@ class Job:
             # that a message can name the weight that has changed.
             for name, weight in packs.weights.items():
                 identity[f"data.sources.{name}.weight"] = weight
-        return identity
+        return stored(identity)
 
     def batches(self, accelerator: Accelerator) -> BatchStream:
         """Return the training batches of this rank. Any step can be read.

@@ -80,6 +80,21 @@ def test_a_source_with_images_is_trained_without_them(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
 
 
+def test_a_source_with_an_infinite_limit_of_time_steps_resumes(
+    recipe_of: Callable, start_here: Callable[..., Finished], tmp_path: Path
+) -> None:
+    recipe = recipe_of("bamba") | {"parity": False}
+    run = start_here(recipe, tmp_path)
+    assert run.status == 0, run.output
+    shutil.rmtree(run.run_dir / "final")
+    shutil.rmtree(run.run_dir / "checkpoints" / "step-00000004")
+    resumed = start_here(recipe, tmp_path)
+    assert resumed.status == 0 and "step 3/4" in resumed.output, resumed.output
+    changed = recipe | {"model": recipe["model"] | {"config": {"time_step_limit": [0.0, 1.0]}}}
+    refused = start_here(changed, tmp_path)
+    assert "model.config.time_step_limit" in refused.output
+
+
 @pytest.mark.parametrize("kind", ["olmo_hybrid", "lfm2"])
 def test_parity_finds_a_state_that_passes_into_the_next_document(
     kind: str,
