@@ -64,7 +64,12 @@ class Report:
         # Without a group of several runs, the answer has the results of all groups.
         if len(self.seeds.results) < len(self.compared_runs):
             columns = self.seeds.columns()
-            meanings = [f"{column.title}: {column.meaning}" for column in columns if column.meaning]
+            meanings = [
+                f"{column.title}: {column.meaning}"
+                for column in columns
+                if column.meaning
+                and any(column.value(row) is not None for row in self.seeds.results)
+            ]
             parts += [tables_of(columns, self.seeds.results), _bullets(meanings)]
         parts.append(tables_of(figures_of(self.compared_runs), self.compared_runs))
         parts.append(_bullets([*self.seeds.notes, *notes_on(self.compared_runs)]))

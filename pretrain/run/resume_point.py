@@ -314,7 +314,7 @@ def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> No
         return
     message = (
         f"{source.path}: the checkpoint was made by another recipe: {in_words(changes)}. To start "
-        "a new run, set another `name` without --resume."
+        "a new run, set another `name` or `run_dir` without --resume."
     )
     # The state of the other optimizer does not fit, and a finished run has no step left.
     if "optimizer.name" not in changes and source.step < job.plan.steps:

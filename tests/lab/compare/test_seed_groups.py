@@ -168,6 +168,8 @@ def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
     groups = [name for name in ("bf16", "delayed", "nvfp4") for _ in range(4)]
     assert group_names(runs) == [*groups, "bf16_again"]
     assert "over 1 seed, no verdict: 3 seeds" in Report.over([runs[0], runs[4]]).seeds.answer()
+    text = "".join(Report.over([*runs[:2], runs[4]], ["seed"]).tables())
+    assert "* minus bf16: " in text and "half-width" not in text, "no interval is shown"
     assert Report.over(runs[:4], ["seed"]).seeds.answer() == "bf16"
     with pytest.raises(InputError, match="seed"):
         Report.over(runs[:4])

@@ -84,7 +84,7 @@ LATER = "precision=[{until: 18, use: current}, {use: bf16}]"
 OTHER = "made by another recipe: .*"
 ACCEPT = r"pass --accept-changes\.$"
 # Accepting changes is not advised if no step could follow.
-NEW_RUN = r"set another `name` without --resume\.$"
+NEW_RUN = r"set another `name` or `run_dir` without --resume\.$"
 
 # Settings of the saved run, its step, settings of the present run, and words of the refusal. None
 # if the run resumes.
