@@ -21,6 +21,7 @@ from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.configuration import load_config
+from pretrain.model.hybrids.sizes import layers_without_attention
 from pretrain.model.scores import changed_scores
 from pretrain.model.sharding import gathered
 from pretrain.run.command_checks import model_folder
@@ -88,6 +89,8 @@ def sample(
     pad = tokenizer.pad_token_id
     generation = GenerationConfig(
         max_new_tokens=min(tokens, positions - length),
+        # transformers has no cache for models without attention, such as the default Bamba.
+        use_cache=layers_without_attention(hf) < hf.config.get_text_config().num_hidden_layers,
         eos_token_id=hf.generation_config.eos_token_id,
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
         **sampling,

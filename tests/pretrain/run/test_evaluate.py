@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,17 +123,23 @@ def test_an_evaluation_uses_the_weights_after_the_last_update(
     assert torch.equal(*sums)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+# transformers has no cache for a model without attention.
+NO_ATTENTION = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+NO_ATTENTION |= {"num_hidden_layers": 1, "layer_types": ["conv"], "initializer_range": 0.2}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", {}), ("gpt2", {}), ("lfm2", NO_ATTENTION)])
 def test_samples_equal_those_of_plain_transformers(
-    kind: str, tokenizer: PreTrainedTokenizerBase
+    kind: str, sizes: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    packed = build_model(kind)
+    packed = build_model(kind, **sizes)
     settings = {"temperature": 0.7, "top_p": 0.9}
     text = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, **settings)
     plain = plain_copy(packed)
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
     settings |= {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 60}
+    settings["use_cache"] = not sizes
     with torch.no_grad():
         ids = plain.generate(**prompt, **settings)
     assert text == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
