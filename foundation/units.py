@@ -108,10 +108,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
 
 def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a line with the values that are equal in all rows, and a table of the other columns.
+    """Return a line with the values that are equal in all rows, and tables of the other columns.
 
-    A table that would be wider than WIDTH is continued in another table, which also begins with the
-    first column. A column of unknown values is omitted.
+    Columns that do not fit into WIDTH are in another table, which also begins with the first
+    column. With a single row, no value is moved to the line. With several rows, a column that has
+    only unknown values is omitted.
     """
     names, *others = zip(header, *rows, strict=True)
     equal = []
@@ -119,7 +120,8 @@ def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for column in others:
         title, *values = column
         if len(rows) > 1 and len({*values}) == 1:
-            equal += [f"{title} {text}" for text in {*values} - {UNKNOWN}]
+            if values[0] != UNKNOWN:
+                equal.append(f"{title} {values[0]}")
             continue
         if table([*parts[-1], column]).index("\n") > WIDTH:
             parts.append([names])
@@ -129,7 +131,7 @@ def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(columns: Sequence[Sequence[str]]) -> str:
-    """Return the Markdown table of columns. The title of a column is its first element."""
+    """Return the Markdown table of columns. The first element of a column is its title."""
     header, *rows = zip(*columns, strict=True)
     return markdown(header, rows)
 

@@ -74,17 +74,17 @@ def _is_rank() -> bool:
 
 
 def _has_changed(source: DataSettings) -> bool:
-    """Return True if the source of packs that exist has changed since they were prepared.
+    """Return True if the source has changed since its packs were prepared. The packs must exist.
 
-    Return False if the packs do not record the identity of their source, or if the source is in
-    object storage. Its objects would have to be copied.
+    Return False if the packs do not record the identity of their source. Also return False if the
+    source is in object storage, because its objects would have to be copied.
     """
     recorded = read_manifest(folder_of(source))["statistics"].get("source_identity")
     if recorded is None or is_address(str(source.source)):
         return False
     with suppress(InputError, OSError):
         opened = open_source(source, Records((), ()))
-        # The name of a folder that is gone may be the name of a dataset of the hub.
+        # If a folder was removed, the source may be opened as a dataset on the hub with that name.
         return not opened.is_local or opened.identity != recorded
     return True
 

@@ -3,12 +3,13 @@
     apt-get source --download-only $(python -m benchmarks.evidence.source_corpus --packages)
     python -m benchmarks.evidence.source_corpus ARCHIVES work/sources
 
-`apt-get source` needs a `deb-src` line for bookworm, and no root. Archives are read, not unpacked.
-A document is a file of source code or documentation. Documents that differ only in white space are
-written once, and each package gives at most --limit bytes, so that no package dominates. A folder
-of a package is either held out or trained on, by the hash of its name. Writes corpus.jsonl,
-held_out.jsonl, sample.jsonl (a part of the corpus, to train the tokenizer) and corpus.json, which
-has the archives with their hashes, and the bytes of each language.
+`apt-get source` needs a `deb-src` line for bookworm, but no root rights. Archives are read without
+unpacking them to the disk. A document is a file of source code or documentation. Of documents that
+differ only in white space, one is written. Each package contributes about --limit characters at
+most, so that no package dominates. The hash of a folder's name decides if its files are held out.
+The output is corpus.jsonl, held_out.jsonl, sample.jsonl (a part of the corpus, to train the
+tokenizer) and corpus.json. The last file has the archives with their hashes, and the bytes of each
+language.
 """
 
 from __future__ import annotations
@@ -54,22 +55,23 @@ SUFFIXES = {
     "prose": ".1 .2 .3 .4 .5 .6 .7 .8 .adoc .dbk .html .info .md .page .pod .rst .sgml .tex .texi "
     ".txt .xml",
 }
-LANGUAGES = {end: name for name, ends in SUFFIXES.items() for end in ends.split()}
+LANGUAGES = {suffix: name for name, listed in SUFFIXES.items() for suffix in listed.split()}
 
 # Sizes in bytes. Shorter files are mostly empty, and longer files are mostly generated.
 SHORTEST_FILE = 400
 LONGEST_FILE = 300_000
-# Files with longer lines are data or minified code, and so are files of digits.
+# Files with longer lines on average, or with more digits, are data or minified code.
 LONGEST_MEAN_LINE = 160
 LARGEST_SHARE_OF_DIGITS = 0.2
-# Of 256 folders, this number is held out.
+# Of 256 folders, this number is held out on average.
 HELD_OUT = 1
+# Size of sample.jsonl in bytes of text.
 SAMPLE = 100_000_000
 
 
 @dataclass(frozen=True)
 class Document:
-    """A file of a package. `folder` and `content` are hashes."""
+    """A file of a package. `folder` is a hash of its folder, and `content` of its text."""
 
     folder: bytes
     content: bytes
@@ -78,6 +80,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
+        """Return True if the document is not trained on."""
         return self.folder[0] < HELD_OUT
 
 
@@ -87,7 +90,7 @@ def main() -> None:
     parser.add_argument("archives", type=Path, nargs="?", help="folder with *.orig.tar.*")
     parser.add_argument("out", type=Path, nargs="?", help="folder to write")
     parser.add_argument("--packages", action="store_true", help="print the packages and exit")
-    parser.add_argument("--limit", type=float, default=60e6, help="largest size of a package")
+    parser.add_argument("--limit", type=float, default=60e6, help="characters of a package")
     options = parser.parse_args()
     if options.packages or options.out is None:
         print(*PACKAGES.split())
@@ -96,7 +99,7 @@ def main() -> None:
 
 
 def find_archives(folder: Path) -> list[Path]:
-    """Return the main archive of each package. Exits if one is missing."""
+    """Return the main archive of each package. Exit with a message if one is missing."""
     archives = []
     for package in PACKAGES.split():
         found = sorted(folder.glob(f"{package}_*.tar.*"))
@@ -131,7 +134,8 @@ def write(archives: list[Path], out: Path, limit: int) -> None:
                 files[part].write(line)
                 package[document.language] += size
                 sizes[part] += size
-                # The first byte of the hash depends only on the content: a random tenth.
+                # The first byte of the hash is below 26 for a tenth of all documents. The choice
+                # depends only on their content.
                 if part == "corpus" and document.content[0] < 26 and sizes["sample"] < SAMPLE:
                     files["sample"].write(line)
                     sizes["sample"] += size
@@ -142,16 +146,17 @@ def write(archives: list[Path], out: Path, limit: int) -> None:
     languages: Counter[str] = Counter()
     for described in packages.values():
         languages.update(described["bytes"])
-    facts = {"bytes": sizes, "documents": len(seen), "languages": languages, "archives": packages}
-    (out / "corpus.json").write_text(json.dumps(facts, indent=1))
+    summary = {"bytes": sizes, "documents": len(seen), "languages": languages, "archives": packages}
+    (out / "corpus.json").write_text(json.dumps(summary, indent=1))
     print(f"{len(seen):,} documents: {dict(sizes)}")
     print(dict(languages.most_common()))
 
 
 def choose(archive: Path, limit: int) -> list[Document]:
-    """Return the documents of an archive, up to `limit` bytes, in a random order of folders.
+    """Return documents of an archive, sorted by the hashes of their folders' names.
 
-    The order depends only on the names of the folders, so folders stay together.
+    The documents have about `limit` characters together, or fewer if the archive has fewer. So the
+    folders that are chosen are random, but the same in each run.
     """
     chosen = []
     size = 0
@@ -163,7 +168,7 @@ def choose(archive: Path, limit: int) -> list[Document]:
 
 
 def read(archive: Path) -> Iterator[Document]:
-    """Read the documents of an archive: readable files of known languages."""
+    """Yield the documents of an archive: UTF-8 files of known languages that are not generated."""
     with tarfile.open(archive) as files:
         for file in files:
             path = PurePosixPath(file.name)
@@ -180,8 +185,8 @@ def read(archive: Path) -> Iterator[Document]:
             if is_generated(text):
                 continue
             folder = hashlib.sha256("/".join(path.parts[1:-1]).encode()).digest()
-            letters = "".join(text.split())
-            yield Document(folder, hashlib.sha256(letters.encode()).digest(), language, text)
+            content_hash = hashlib.sha256("".join(text.split()).encode()).digest()
+            yield Document(folder, content_hash, language, text)
 
 
 def is_generated(text: str) -> bool:

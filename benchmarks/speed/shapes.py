@@ -157,7 +157,7 @@ def long_context(recipe: str, length: int, *more: str) -> Shape:
 def qwen3_5(
     hidden: int, intermediate: int, layers: int, heads: int, value_heads: int, **more: Any
 ) -> Shape:
-    """Return a shape of Qwen3.5's text model: three of four layers compute a gated delta rule."""
+    """Return a shape of Qwen3.5's text model. Three of four layers compute a gated delta rule."""
     config = {
         "model_type": "qwen3_5_text",
         "vocab_size": 248320,

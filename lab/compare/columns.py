@@ -36,8 +36,8 @@ class Column:
     form: Callable[[Any], str] = str
     # Function that returns a text to append to the formatted value of a row.
     suffix: Callable[[Any], str] = lambda row: ""
-    # True if the values are texts instead of numbers. Text columns are aligned to the left. In the
-    # HTML page, the first click on the title of a text column sorts the rows in ascending order.
+    # True if the values are texts instead of numbers. In the HTML page, text columns are aligned to
+    # the left, and the first click on the title of a text column sorts the rows in ascending order.
     is_text: bool = False
 
     def text(self, row: Any) -> str:

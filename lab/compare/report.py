@@ -61,7 +61,7 @@ class Report:
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
         parts = [self.seeds.answer()]
-        # Without a group of several runs, the answer has the results of all groups.
+        # If each group has a single run, the answer already has all results over seeds.
         if len(self.seeds.results) < len(self.compared_runs):
             columns = self.seeds.columns()
             meanings = [

@@ -42,7 +42,7 @@ LOSSES = {
 }
 # Map the endings of verdicts to their meanings (`LossDifference.verdict`).
 MEANINGS = {
-    EQUIVALENT: "no difference is shown, and one as large as the margin is excluded",
+    EQUIVALENT: "no difference is shown, and a difference as large as the margin is excluded",
     WITHIN_MARGIN: "a difference is shown, and it is smaller than the margin",
     BEYOND_MARGIN: "the difference is larger than the margin",
     WORSE: "a cost is shown, and a cost above the margin is not excluded",
@@ -168,8 +168,8 @@ class SeedComparison:
             ),
             Column(
                 f"± {confidence}",
-                f"half-width of its interval. All rows together have {100 * CONFIDENCE:.0f} % "
-                "confidence, after any number of seeds",
+                "half-width of the difference's interval. All rows together have "
+                f"{100 * CONFIDENCE:.0f} % confidence, after any number of seeds",
                 lambda group: group.difference and group.difference.half_width(self.error),
                 "{:.4f}".format,
             ),

@@ -39,8 +39,8 @@ def write_report(matrix: Matrix) -> str:
     runs = [base, *sorted(ended, key=_place)]
     included = {run.path for run in runs}
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
-    # data, so the fingerprint of the data may differ too. A training shortens its schedule if it is
-    # longer than the steps that a cell sets.
+    # data, so the fingerprint of the data may differ too. If a cell sets fewer steps than the
+    # schedule has, the training shortens the warm-up and the decay.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
     report = Report.over(runs, [*vary, "data.fingerprint", "schedule.warmup", "schedule.decay"])
     page = page_of(matrix)

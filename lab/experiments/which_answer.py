@@ -42,7 +42,7 @@ def conditions(trainings: WhichTrainings, protocol: Protocol) -> str:
         f"This result is valid for this model after {tokens} tokens. Longer runs and larger models "
         "may need a more exact precision. The confidence of the table's intervals is "
         f"{100 * (1 - protocol.error):.3g} % after every round (docs/studies/statistics.md has "
-        "their limits)."
+        "the limits of these intervals)."
     ]
     schedule = trainings.recipe.schedule
     if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):

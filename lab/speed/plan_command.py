@@ -161,6 +161,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     if rows:
         rows.sort(key=lambda row: row[0], reverse=True)
         columns = zip(COLUMNS, *(cells for _, cells in rows), strict=True)
+        # For example, the dollars are unknown without a price.
         lines.append(table([column for column in columns if {*column[1:]} != {UNKNOWN}]))
     lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines)

@@ -65,8 +65,8 @@ NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 def stored(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity as it is stored in JSON, which turns tuples into lists.
 
-    JSON has no infinite numbers, so they become texts. Models with Mamba-2 layers have an infinite
-    `time_step_limit`.
+    Infinite numbers become strings, because JSON has none. In models with Mamba-2 layers,
+    `time_step_limit` has an infinite number.
     """
     return json.loads(json.dumps(identity), parse_constant=str)
 

@@ -130,13 +130,13 @@ class ModelFlops:
     experts_per_token: int = 0
     # Number of weights that Muon updates, or 0 with AdamW.
     hidden_weights: int = 0
-    # Change of the attention scores in words, or "". It decides which kernels can compute them.
+    # Change of the attention scores in words, or "". Only some kernels compute changed scores.
     changed_scores: str = ""
     # For a hybrid model: number of layers without attention.
     without_attention: int = 0
     # For a hybrid model: multiply-adds per token with the states of its layers, in forward.
     state_products: int = 0
-    # For a hybrid model: values per token that these states keep for backward.
+    # For a hybrid model: number of 2-byte values per token that its states keep for backward.
     state_values: int = 0
 
     @classmethod
@@ -201,7 +201,7 @@ class ModelFlops:
 
     @property
     def per_token_matrix(self) -> float:
-        """Return the FLOPs per token of all products with weights and states, in both passes."""
+        """Return the FLOPs per token of products with weights and states, forward and backward."""
         in_layers = self.attention_weights + self.mlp_weights + self.expert_weights
         return float(FLOPS_PER_WEIGHT * (in_layers + self.head_weights + self.state_products))
 

@@ -148,8 +148,8 @@ class Trackers:
             return TensorBoardTracker(name, self._run_dir, purge_step=purge_step)
         if name == "wandb":
             options = {"dir": str(self._run_dir), "name": self._run_dir.name}
-            # In a W&B sweep, the sweep's agent has set the identifier of the run. W&B refuses an
-            # empty one, which a script may have set.
+            # In a W&B sweep, the sweep's agent has set the identifier of the run. Remove an empty
+            # identifier, which a script may have set, because W&B refuses it.
             if not os.environ.get("WANDB_RUN_ID"):
                 os.environ.pop("WANDB_RUN_ID", None)
                 options |= {"id": self._run_id(), "resume": "allow"}

@@ -105,7 +105,7 @@ def check_documents(model: PreTrainedModel) -> None:
 
 
 def _refuse_mixing(model: PreTrainedModel, refusal: str | None) -> None:
-    """Raise InputError if there is a reason to refuse the model."""
+    """Raise InputError with the reason `refusal`, unless it is None."""
     if refusal:
         raise InputError(f"model: {type(model).__name__} {refusal}; choose another model")
 
@@ -131,7 +131,7 @@ def _mixing_part(model: PreTrainedModel, separated: Collection[str] = ()) -> str
             "kernels that reset their state at each document"
         )
     # A model that does not use the registry ignores the attention function that is chosen, and
-    # tokens attend to other documents. Hybrid models use it, although they do not declare it.
+    # tokens attend to other documents. Some hybrid models use the registry, but do not declare it.
     if not model._supports_attention_backend and not separated:
         return "does not use transformers' attention registry, which keeps documents apart"
     return None
@@ -164,7 +164,7 @@ def _unsupported_scores(model: PreTrainedModel) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return f"has latent keys; they need kernels for keys wider than values; {other}"
     if getattr(config, "keep_window_size", None):
-        return f"adds learned biases to its scores, which no kernel here computes; {other}"
+        return f"adds learned biases to its scores, which no attention backend computes; {other}"
     # transformers declares no SDPA for models with sinks, and for models with a cap, such as Gemma
     # 2, even if the cap is null.
     has_own_formula = sink is not None or hasattr(config, "attn_logit_softcapping")
@@ -669,9 +669,10 @@ _FLASH_SCORES = flash_scores(lambda: _flash())
 
 
 def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Call `operator`, or another function for a layer with a sliding window, caps or sinks.
+    """Call `operator`, or another function for a layer with a sliding window, a cap or sinks.
 
-    `choose` returns no backend other than FlashAttention-4 for caps and sinks.
+    A layer with a cap or sinks is computed by FlashAttention-4, because `refusal_of` accepts no
+    other backend of this function for such a model.
     """
     if packed.scores is not None:
         return _FLASH_SCORES(q, k, v, packed)
@@ -701,7 +702,7 @@ class Case(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     capability: tuple[int, int] | None = None
-    # Change of the model's scores in words, such as "capped scores", or "".
+    # Change of the model's scores in words, such as "capped scores". "" if they are not changed.
     changed_scores: str = ""
 
     @property

@@ -188,7 +188,7 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
             )
         kind = type(loaded)
         if stored.get("model_type") in FAMILIES:
-            # The source may have the configuration of a model of images, too.
+            # The configuration of the source may be that of a model with a vision part.
             kind = CONFIG_MAPPING[stored["model_type"]]
     names = kind.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
@@ -327,9 +327,10 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    """Return the values of the source's config.json, or those of its text model if it has images.
+    """Return the values of the source's config.json.
 
-    Only hybrid models with images are trained without them.
+    If the source is a hybrid model with a vision part, return the values of its text model. No
+    other model is trained without its vision part.
     """
     what = (
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "

@@ -31,19 +31,19 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
     """Replace the experts of each layer by `GroupedExperts`, in place.
 
     Only modules that `stacked_experts` yields are replaced. Each of them has two parameters, and
-    each parameter has the weights of all experts of the layer. Experts with biases keep their code,
-    but can record the choices of tokens.
+    each parameter has the weights of all experts of the layer. Experts with biases keep the code of
+    transformers. They also record the choices of tokens, and sum the gradients of biases in FP32.
     """
     for name, module in list(stacked_experts(hf, biased=True)):
         if hasattr(module, "seen"):
             continue
         if getattr(module, "has_bias", False):
-            _let_record(module)
+            _wrap_biased(module)
         else:
             hf.set_submodule(name, GroupedExperts(module, name, context))
 
 
-def _let_record(experts: Any) -> None:
+def _wrap_biased(experts: Any) -> None:
     """Replace the forward of transformers' experts with biases, in place.
 
     It records choices as `GroupedExperts` does, and sums the gradients of biases over tokens in

@@ -154,7 +154,8 @@ class Routing:
         is not changed, because the input of one matrix may be the output of another one and not
         activations.
         """
-        # Names of the modules that contain grouped or biased experts, and their routers.
+        # Names of the modules that contain grouped or biased experts. Their routers are in the same
+        # modules.
         mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf, biased=True)}
         for name, router in self._hf.named_modules():
             is_grouped = router in self.routers and name.rpartition(".")[0] in mixtures

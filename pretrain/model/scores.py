@@ -1,13 +1,13 @@
 """Attention with capped scores (Gemma 2) or with sinks (gpt-oss).
 
-The scores of a query are s = scale q k^T. With a cap, softmax is computed of cap tanh(s / cap). A
-sink is a parameter of each query head. It is one more score in softmax, and has no value:
+The scores of a query are s = scale q k^T. With a cap, cap tanh(s / cap) replaces s. A sink is a
+parameter of each query head. It is an additional score in softmax, without a key and a value:
 
     p = exp(s) / (exp(sink) + sum exp(s))
 
-Layers of transformers pass the cap and the sinks to the attention function. `Scores.attend` writes
-out the formula in torch, for any device. On a GPU, `flash_scores` computes it by the kernels of
-FlashAttention-4.
+Layers of transformers pass the cap and the sinks to the attention function. `Scores.attend`
+computes the formula in torch, on any device. On a GPU, the function that `flash_scores` returns
+computes it with the kernels of FlashAttention-4.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
 
 # Attention implementations that compute capped scores and sinks.
 _IMPLEMENTATIONS = ("packed_fa4", "packed_documents", "packed_sdpa")
-# Types of models with sinks that the tests compare with transformers.
+# Supported types of models with sinks. The tests compare them with transformers.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
 
 
@@ -82,7 +82,11 @@ def changed_scores(model: PreTrainedModel) -> str:
 
 
 def scores_obstacle(name: str, case: Any) -> str | None:
-    """Return the reason why an attention implementation cannot compute `case.changed_scores`."""
+    """Return the reason why an attention implementation cannot compute changed scores, or None.
+
+    name: the implementation's name in transformers.
+    case: a `pretrain.model.attention.Case` with changed scores.
+    """
     if name not in _IMPLEMENTATIONS:
         return f"does not compute {case.changed_scores} (set model.attention: auto)"
     if case.device_type != "cuda" or case.gpu[0] == 9 or case.head_dim <= 128:
@@ -91,15 +95,21 @@ def scores_obstacle(name: str, case: Any) -> str | None:
 
 
 def without_kernel(changed: str, reason: str | None) -> str | None:
-    """Return the message for a GPU on which flash_attn cannot run for a reason, or None."""
-    return reason and (
+    """Return the error message for a GPU without kernels for changed scores.
+
+    changed: the change of the scores in words.
+    reason: the reason why flash_attn cannot run. If it is None, the function returns None.
+    """
+    if reason is None:
+        return None
+    return (
         f"model: on a GPU, only FlashAttention-4 computes {changed}, but flash_attn {reason}. If "
         "documents are short, set `model.attention: sdpa`, which writes all scores of a layer to "
         "memory"
     )
 
 
-# ── FlashAttention-4, also with a sliding window ──
+# ── FlashAttention-4, with or without a sliding window ──
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor ends, int longest, float scale, float cap,"
@@ -111,10 +121,10 @@ _GRADIENTS = "Tensor, Tensor, Tensor, Tensor"
 def flash_scores(flash: Callable[[], Any]) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor]:
     """Register an operator of torch for changed scores, and return a function that calls it.
 
-    The function maps q, k and v [T, heads, D] and a `Packed` to the output. The arguments of the
-    operator are q, k, v, the sinks or None, cu_seqlens, the pack length, the scale, the cap or 0.0,
-    and the sliding window or 0. Its results are the output, and the logarithms of the softmax sums
-    [heads, T].
+    The function takes q, k and v [T, heads, D] and a `Packed`, and returns the output. The
+    arguments of the operator are q, k, v, the sinks or None, cu_seqlens, the pack length, the
+    scale, the cap or 0.0, and the sliding window or 0. It returns the output, and the logarithms of
+    the softmax sums [heads, T].
 
     flash: function that returns the module with the kernels of FlashAttention-4.
     """
@@ -124,7 +134,7 @@ def flash_scores(flash: Callable[[], Any]) -> Callable[[Tensor, Tensor, Tensor, 
         return flash()._flash_attn_fwd(q, k, v, **options)[:2]
 
     def backward(d_output: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and of the sinks. The last one is empty without sinks."""
+        """Return the gradients of q, k, v and the sinks. Without sinks, the last one is empty."""
         output, log_sums, q, k, v, sinks, *layout = inputs
         options = {"learnable_sink": sinks, **_options(*layout)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -146,7 +156,7 @@ def flash_scores(flash: Callable[[], Any]) -> Callable[[Tensor, Tensor, Tensor, 
         # q, k, v and the sinks follow three other tensors.
         *states, sinks = inputs[3:7]
         with_sinks = states[0].new_empty(0) if sinks is None else sinks
-        # A gradient has the strides of its tensor, which may be transposed.
+        # A gradient has the same strides as its tensor. q, k and v may be transposed views.
         return tuple(map(torch.empty_like, (*states, with_sinks)))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

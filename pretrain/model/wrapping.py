@@ -234,10 +234,11 @@ def _wrappers_of_unit(
     # that torch.compile cannot compile.
     if not compiles or casting is not casting_parameters:
         return casts
-    # A compiled graph ends before each low-precision product, before experts, and before a state of
-    # a hybrid model, and the next graph begins after it. The casts of such a unit are not compiled,
-    # because a graph cannot end inside of the context manager that replaces the parameters by
-    # working copies.
+    # A compiled graph ends before each low-precision product, before experts, and before the
+    # functions that mix tokens in a hybrid model. The next graph begins after them. The casts of a
+    # unit with such a break are not compiled, because a graph cannot end inside of the context
+    # manager that replaces the parameters by working copies. A layer with such functions has a
+    # convolution, and experts have the attribute `seen`.
     breaking = LowPrecisionLinear | nn.Conv1d
     has_breaks = any(
         isinstance(module, breaking) or hasattr(module, "seen") for module in unit.modules()

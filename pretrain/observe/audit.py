@@ -135,7 +135,7 @@ def _multiplied(hf: PreTrainedModel) -> dict[str, tuple[nn.Module, Tensor]]:
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 multiplied[stack.name] = (module, module.get_parameter(key))
-        # An embedding only looks up rows, and the convolutions of a hybrid model are no products.
+        # An embedding looks up rows, and a convolution of a hybrid model has no matrix product.
         elif not isinstance(module, nn.Embedding | nn.Conv1d):
             for matrix in matrices_of(module)[:1]:
                 multiplied[name] = (module, matrix)

@@ -91,8 +91,8 @@ def check_settings(
 
     precision: name of the precision of the first phase.
     world_size: number of devices, or None if the number is not known.
-    overrides: key=value overrides on the command line. If they set the length of the run, the
-        training shortens a schedule that is too long, so it is no error.
+    overrides: key=value overrides on the command line. If they set the length of the run, a
+        schedule that is too long is no error, because the training shortens it.
     """
     data = recipe.data
     batch = recipe.batch

@@ -45,7 +45,7 @@ def stacked_experts(model: nn.Module, *, biased: bool = False) -> Iterator[tuple
 
     Grouped products support the usual layout of transformers: the module has the parameters STACKS,
     [experts, out, in], and no biases. `gate_up_proj` contains the gate and up projections. With
-    `biased`, also yield experts with biases (gpt-oss), which compute by their own code.
+    `biased`, also yield experts with biases (gpt-oss), which are computed by transformers' code.
     """
     other_layouts = ("is_transposed", "has_bias", "has_post_expert_norm")
     for name, module in model.named_modules():

@@ -93,9 +93,9 @@ def tokenizer_command(options: argparse.Namespace) -> None:
 def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
     settings = load_data(options.recipe)
-    exist = not unprepared(settings)
+    already_prepared = not unprepared(settings)
     folder = prepare(settings)
-    if exist:
+    if already_prepared:
         say(f"{folder}: these packs are already prepared with these settings")
     for note in notes_of(cast(Packs, open_packs(settings, "train"))):
         say(note)

@@ -225,13 +225,13 @@ def in_words(changes: Changes) -> str:
 
     Options that only one of two precisions has are omitted, because they follow from `precision`.
     """
-    hidden = "fp8_config." if "precision" in changes else ()
-    lines = []
+    parts = []
     for key, pair in changes.items():
-        if not (key.startswith(hidden) and None in pair):
-            saved, present = (as_text(value, key) for value in pair)
-            lines.append(f"{key} (was {saved}, now {present})")
-    return ", ".join(lines)
+        if "precision" in changes and key.startswith("fp8_config.") and None in pair:
+            continue
+        saved, present = (as_text(value, key) for value in pair)
+        parts.append(f"{key} (was {saved}, now {present})")
+    return ", ".join(parts)
 
 
 def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:

@@ -233,13 +233,14 @@ def test_a_model_from_scratch_has_the_size_of_its_document(name: str):
 
 
 def test_the_index_names_every_result_file_once_with_its_commit():
-    lines = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line[:3] == "| ["]
+    text = INDEX.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| [")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     by_file = {re.search(r"\((.*)\)", row[0])[1]: row for row in rows}
     files = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file()}
     assert by_file.keys() == files - {"INDEX.md"} and len(rows) == len(by_file)
-    for name, (_, text, commit) in by_file.items():
-        assert text, name
+    for name, (_, description, commit) in by_file.items():
+        assert description, name
         if name.endswith(".json"):
             content = json.loads((RESULTS / name).read_text(encoding="utf-8"))
             git = (content.get("environment") or {}).get("git") or {"commit": content.get("commit")}

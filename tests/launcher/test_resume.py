@@ -113,8 +113,9 @@ def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(run: Tr
     assert run().done().records()[-1]["event"] == "evaluation"
 
 
-# What a copy of the run lacks, checkpoints to damage, settings, and the end of a second start: the
-# step after which it resumes, or the words of its refusal.
+# Patterns of the checkpoints that a copy of the run lacks, a pattern of checkpoints to damage,
+# settings of a second start, and its result: the step after which it resumes, or the words of its
+# refusal.
 COPIES: dict[str, tuple[list[str], str, tuple[str, ...], int | str | None]] = {
     "a damaged checkpoint": ([], "*12", (), 8),
     "another place of the state": (["*12"], "none", ("optimizer.offload=state",), 8),

@@ -79,7 +79,8 @@ def inject(
     faults: dict[str, Fault], check: Callable[[SmallRun], object], precision: str, **options: Any
 ) -> None:
     """Print the result of `check` in this rank, for each fault."""
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    accelerator = Accelerator(mixed_precision="no")
+    complete_topology(accelerator)
     found = {}
     histories: list[Tensor] = []
     for what, make in faults.items():

@@ -238,7 +238,8 @@ def profile_a_step(accelerator: Accelerator, folder: Path) -> None:
 
 def main() -> None:
     """Print the collectives of a run, and the number of tensors that differ if none is freed."""
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    accelerator = Accelerator(mixed_precision="no")
+    complete_topology(accelerator)
     seen, found = train(accelerator, RUNS[sys.argv[1]])
     with overridden(sharding, QUANTIZED_SHARE=2.0):
         expected, _ = train(accelerator, RUNS[sys.argv[1]])
@@ -247,7 +248,8 @@ def main() -> None:
 
 
 def main_graphs() -> None:
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    accelerator = Accelerator(mixed_precision="no")
+    complete_topology(accelerator)
     train_with_graphs(accelerator)
     turn_graphs_off(accelerator)
     profile_a_step(accelerator, Path(sys.argv[1]))
@@ -256,7 +258,8 @@ def main_graphs() -> None:
 
 def main_fused() -> None:
     """Compare fused layers that keep codes with fused layers that are gathered for each use."""
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    accelerator = Accelerator(mixed_precision="no")
+    complete_topology(accelerator)
     seen = train_fused(accelerator, Path(sys.argv[1]))
     with overridden(sharding, QUANTIZED_SHARE=2.0):
         expected = train_fused(accelerator, Path(sys.argv[1]))

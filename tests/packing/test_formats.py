@@ -79,7 +79,10 @@ def write_llmq(path: Path, tokens: Any, mask: np.ndarray | None = None) -> Path:
 def write_megatron(
     path: Path, documents: list[list[list[int]]], dtype: str = "uint16", number: int = 8
 ) -> Path:
-    """Write documents, lists of sequences, as Megatron-LM does: `path` and an index beside it."""
+    """Write documents, lists of sequences, as Megatron-LM does: `path` and an index beside it.
+
+    number: Megatron-LM's number for the dtype.
+    """
     sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
     path.write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
     sizes = np.array([len(sequence) for sequence in sequences], np.int32)
@@ -151,13 +154,16 @@ def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path, suffix, writer):
 )
 def test_documents_are_divided_at_eos_in_each_form(tmp_path_factory, form, of_llm_c, texts, length):
     """Only a shard of llm.c may begin within a document whose EOS is in an earlier shard."""
-    ends_with_eos = form.endswith("E")
+    before = [0] if "E text" in form else []
+    after = [0] if form.endswith("E") else []
     is_cut = form == "ext E text"
-    documents = [[0] * ("E text" in form) + text + [0] * ends_with_eos for text in texts]
+    documents = [before + text + after for text in texts]
     tokens = list(chain.from_iterable(documents))
     starts = np.cumsum([0, *map(len, documents)]).tolist()
     if is_cut:
-        tokens, starts = tokens[1:], [0, *(start - 1 for start in starts[1:])]
+        # The file lacks the first token, which is the EOS.
+        tokens = tokens[1:]
+        starts = [0, *(start - 1 for start in starts[1:])]
     if of_llm_c or is_cut:
         path = write_llm_c(tmp_path_factory.getbasetemp() / "eos.bin", tokens)
     else:
@@ -169,7 +175,7 @@ def test_documents_are_divided_at_eos_in_each_form(tmp_path_factory, form, of_ll
         inside = [start for start in starts if first < start < last]
         assert lengths == np.diff([first, *inside, last]).tolist()
     assert len(packs.notes) == 1 and "each document" in packs.notes[0]
-    assert ("begins with EOS (id 0)" in packs.notes[0]) == ("E text" in form)
+    assert ("begins with EOS (id 0)" in packs.notes[0]) == bool(before)
 
 
 def test_the_first_of_two_eos_tokens_ends_a_document_that_eos_began(tmp_path):
@@ -203,12 +209,12 @@ def test_the_mask_of_llmq_has_the_trained_tokens(tmp_path_factory, count, length
         min_size=1,
         max_size=9,
     ).filter(lambda documents: any(chain.from_iterable(documents))),
-    kind=st.sampled_from([("uint8", 1), ("int32", 4), ("int64", 5), ("uint16", 8)]),
+    dtype_and_number=st.sampled_from([("uint8", 1), ("int32", 4), ("int64", 5), ("uint16", 8)]),
     length=st.integers(1, 12),
 )
-def test_documents_end_where_the_index_says(tmp_path_factory, documents, kind, length):
+def test_documents_end_where_the_index_says(tmp_path_factory, documents, dtype_and_number, length):
     path = tmp_path_factory.getbasetemp() / "indexed.bin"
-    packs = TokenBin(write_megatron(path, documents, *kind), length, end_token=9)
+    packs = TokenBin(write_megatron(path, documents, *dtype_and_number), length, end_token=9)
     whole = [list(chain.from_iterable(document)) for document in documents]
     assert tokens_of(packs) == list(chain.from_iterable(whole))
     ends = np.cumsum([0, *map(len, whole)]).tolist()
@@ -228,14 +234,18 @@ def patched(offset: int, form: str, *values: Any) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     "change",
     [
+        # Another magic number, and another version.
         patched(0, "8s", b"TNTIDX"),
         patched(0, "4s", b"\x00\x00\x08\x03"),
         patched(9, "<Q", 2),
+        # The number of another dtype: float32, and int64.
         patched(17, "B", 7),
         patched(17, "B", 5),
+        # The number of sequences, and the length of the first one.
         patched(18, "<Q", 2**63),
         patched(34, "<i", -1),
         patched(34, "<i", 9),
+        # The last boundary.
         lambda content: content[:-1],
         lambda content: content[:-8] + struct.pack("<q", 2),
         lambda content: content[:18] + struct.pack("<Q", 3) + content[34:-24],  # as fairseq
@@ -246,7 +256,7 @@ def patched(offset: int, form: str, *values: Any) -> Callable[[bytes], bytes]:
 def test_an_index_that_does_not_fit_the_file_is_refused(tmp_path, change):
     path = write_megatron(tmp_path / "x.bin", [[[1, 2]], [[3]], [[4, 5]]])
     assert lengths_of(TokenBin(path, 4)) == [[2, 1, 1], [1]]
-    if change is None:
+    if change is None:  # The index has a token less than the file.
         path.write_bytes(path.read_bytes() + b"\x00\x00")
     else:
         index = path.with_suffix(".idx")

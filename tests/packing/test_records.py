@@ -179,8 +179,9 @@ WRITTEN_ARGUMENTS: list[tuple[str, Any]] = [
     ("5", "5"),
 ]
 
-# Templates, the columns with the chat, a record or its messages, the chat that transformers gets
-# (None: the same), and the parts with a loss.
+# Each row has templates, the columns with the chat, and a record or the messages of a record. The
+# last values are the chat that transformers gets (None: the same messages), and the parts with a
+# loss.
 CHATS: list[tuple[tuple[str, ...], Any, Any, list[dict] | None, str]] = [
     (BOTH, "conversations", {"conversations": SHAREGPT}, [USER, ANSWER], END),
     (BOTH, "m", {"m": [SHAREGPT[0], ANSWER]}, [USER, ANSWER], END),
@@ -373,8 +374,11 @@ IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 HUGE = "{% for n in range(10**9) %}{{ n }}{% endfor %}"
 ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 
-NOT_SAID = ("tool", "developer", "function")
+# Roles of messages that TURNS_ALONE does not write.
+NOT_WRITTEN = ("tool", "developer", "function")
 
+# Each row has a template, the columns with the chat ("m" if the next value is the chat itself), a
+# record or a chat, and words of the message.
 REFUSED: list[tuple[str, Any, Any, str]] = [
     (CHATML, "m", [USER], "the chat has no answer"),
     (CHATML, "m", [USER | {"content": [PART]}, ANSWER], "not a text, but.*'text'.*datasets.map"),
@@ -396,7 +400,7 @@ REFUSED: list[tuple[str, Any, Any, str]] = [
     ("{{ 1 / 0 }}", "m", ONE["messages"], "rejects this chat: ZeroDivisionError"),
     *(
         (TURNS_ALONE, "m", [USER, message, ANSWER], f"message 2, .* is {message['role']}")
-        for message in (SYSTEM, *(RESULT | {"role": role} for role in NOT_SAID))
+        for message in (SYSTEM, *(RESULT | {"role": role} for role in NOT_WRITTEN))
     ),
     *(
         (CALLS, "m", [USER, ANSWER | {"tool_calls": calls}], r"`message\.tool_calls` is not a list")

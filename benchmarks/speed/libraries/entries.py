@@ -1,7 +1,7 @@
 """The ways to compare, by name.
 
-Ways of the launcher are overrides of its recipe. Other ways are modules of this folder; those of
-`pretrain.api` also have overrides.
+Ways of the launcher are overrides of its recipe. Other ways are modules of this folder. The ways of
+`pretrain.api` have a module and overrides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pretrain.api` in a plain loop: low-precision linears and exact BF16 weights, not compiled.
 
-The precision is the recipe's. Norms, activations and the loss are those of transformers.
+The recipe sets the precision. transformers computes norms, activations, attention and the loss.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def build(task: Task) -> Way:
 
 
 def first_microbatch(task: Task) -> Microbatch:
-    """Return one pack of the training, from which delayed scaling chooses its first scales."""
+    """Return the first pack of the training. Delayed scaling computes its first scales from it."""
     with task.batches(1).steps(0, 1) as batches:
         return next(iter(batches.take().microbatches))

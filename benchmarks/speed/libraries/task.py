@@ -33,7 +33,7 @@ class Task:
     """A model to train.
 
     `weights` is "fp32" (with BF16 autocast), "bf16" (BF16 parameters) or "bf16_exact" (BF16
-    parameters whose optimizer keeps the remainders).
+    parameters and an optimizer that keeps the low 16 bits of FP32 weights).
     """
 
     recipe: Recipe

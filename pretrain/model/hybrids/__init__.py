@@ -1,1 +1,1 @@
-"""Models with layers that have a state, such as a linear attention, on packed documents."""
+"""Training of models with recurrent layers, such as linear attention, on packed documents."""

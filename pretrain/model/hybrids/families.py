@@ -1,9 +1,9 @@
-"""The hybrid models that train, and the functions of transformers that mix their tokens.
+"""The supported hybrid models, and the functions of transformers that mix their tokens.
 
 A hybrid model has layers with a state, in place of attention or beside it. For example, three of
 four layers of Qwen3.5 compute a gated delta rule. The state, and the short convolution before it,
-would pass from a packed document to the next one. `separate_documents` replaces the functions that
-transformers' layers call by functions that begin each document with an empty state:
+would carry information from a packed document to the next one. `separate_documents` replaces the
+functions that transformers' layers call by functions that begin each document with an empty state:
 
     separate_documents(hf)
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
@@ -62,8 +62,9 @@ def mixers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def separate_documents(model: PreTrainedModel) -> None:
     """Keep packed documents apart in the layers of a hybrid model. Other models do not change.
 
-    The functions of transformers' module are replaced once for the process. Without the boundaries
-    of documents, as in the reference of parity, they are transformers' functions in torch.
+    The functions of transformers' module are replaced once for the process. If a call has no
+    boundaries of documents, as in the reference of parity, the replacements call transformers'
+    functions in torch.
     """
     functions = functions_of(model)
     if not functions:
@@ -85,7 +86,10 @@ def _with_boundaries(
     documents: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call the forward of a mixer with the boundaries under the name that transformers reads."""
+    """Call the forward of a mixer, with `cu_seqlens` under the name that transformers reads.
+
+    The other arguments of packed attention are dropped.
+    """
     return forward(*args, cu_seq_lens_q=cu_seqlens, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """The kernels of the package fla-core, which keep documents apart on a GPU.
 
-The functions have the arguments of `pretrain.model.hybrids.mixing`. They import fla-core when they
-are called, because it imports Triton.
+`ends` has the boundaries of the documents, and the shapes are those of
+`pretrain.model.hybrids.mixing`. The functions import fla-core when they are called, because it
+imports Triton.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
     The scan is a gated linear attention with queries C, keys B, values dt x and the decay exp(A dt)
     of each head. dt is the time step after its bias, softplus and limits.
 
-    All inputs are FP32, as in transformers' function in torch. On Hopper, fla-core's backward with
-    tilelang needs this too.
+    All inputs are converted to FP32, as in transformers' function in torch. On Hopper, fla-core's
+    backward with tilelang also needs FP32 inputs.
     """
     from fla.ops.simple_gla import chunk_simple_gla
 
@@ -62,12 +63,13 @@ def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
 
 @cache
 def missing(names: tuple[str, ...]) -> str | None:
-    """Return the reason why some kernels cannot run on this GPU, with a remedy, or None.
+    """Return the reason why kernels cannot run on this GPU, or None if all of them can run.
 
-    Each kernel runs forward and backward once, because fla-core decides only then. For example, on
-    Hopper with Triton 3.4 to 3.7.0, its gated backward needs the package tilelang.
+    Each kernel runs forward and backward once, because fla-core finds unsupported combinations of
+    GPU and packages only when a kernel runs. For example, on Hopper with Triton 3.4 to 3.7.0, its
+    gated backward needs the package tilelang.
 
-    names: names of transformers' functions in `TRIALS`, or of others that need no kernel.
+    names: names of transformers' functions. Functions that are not in `TRIALS` need no kernel.
     """
     for name in names:
         if name not in TRIALS:
@@ -82,11 +84,12 @@ def missing(names: tuple[str, ...]) -> str | None:
 
 
 def _drawn(*shape: int) -> Tensor:
-    """Return random BF16 values of a row of two documents on the GPU, with gradients."""
+    """Return random BF16 values [1, *shape] on the GPU, with gradients."""
     return torch.rand(1, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
 def _ends() -> Tensor:
+    """Return boundaries of two documents in 128 tokens. The last entry is unused."""
     return torch.tensor([0, 40, 128, 128], dtype=torch.int32, device="cuda")
 
 
@@ -106,7 +109,7 @@ def _try_scan() -> Tensor:
     return scan(_ends(), _drawn(128, 2, 64), _drawn(128, 2), decay, keys, queries, decay)
 
 
-# Map the names of transformers' functions to functions that compute small results.
+# Map the names of transformers' functions to functions that run their kernels on small inputs.
 TRIALS: dict[str, Callable[[], Tensor]] = {
     "causal_conv1d_fn": _try_convolution,
     "torch_chunk_gated_delta_rule": _try_gated_delta_rule,

@@ -1,16 +1,16 @@
-"""The functions that mix the tokens of a hybrid model, computed for each document by itself.
+"""The functions that mix the tokens of a hybrid model, computed for each document alone.
 
-On a CPU, transformers' own function in torch runs once for each document. This is exact and slow.
+On a CPU, transformers' function in torch runs once for each document. This is exact, but slow.
 On a GPU, the kernels of the package fla-core compute all documents at once
 (`pretrain.model.hybrids.kernels`).
 
-The functions have the arguments of transformers' functions, after two of their own:
+The functions have two arguments before those of transformers' functions:
 
 * `plain`: transformers' function.
-* `ends`: the boundaries of the documents, as `cu_seqlens` of `pretrain.model.attention`.
+* `ends`: the boundaries of the documents, like `cu_seqlens` of `pretrain.model.attention`.
 
-The row of a microbatch has T tokens. All tensors are [1, T, ...], but the input of a convolution is
-[1, channels, T].
+The row of a microbatch has T tokens. Tensors with a value for each token are [1, T, ...], except
+for the input and the output of a convolution, [1, channels, T].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pretrain.model.hybrids import kernels
 
 
 def lengths_of(ends: Tensor) -> list[int]:
-    """Return the lengths of the documents. Unused entries of `ends` are skipped."""
+    """Return the lengths of the documents. Skip unused entries of `ends`, which repeat the end."""
     return [length for length in ends.diff().tolist() if length]
 
 
@@ -59,9 +59,9 @@ def gated_delta_rule(
     beta: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of the gated delta rule [1, T, heads, D], and no state.
+    """Return the output of the gated delta rule [1, T, heads, D], and None in place of a state.
 
-    Queries and keys are normalized in the function.
+    The function normalizes queries and keys.
     """
     tensors = (query, key, value, g, beta)
     if query.is_cuda:
@@ -113,7 +113,8 @@ def scan(
 def not_fused(*_: Any, **__: Any) -> None:
     """Return None, so that a Mamba-2 layer computes its convolution, scan and output separately.
 
-    The output projection may be in low precision, which the fused kernel would ignore.
+    The fused kernel would compute the output projection in BF16, even if it is a low-precision
+    linear.
     """
 
 

@@ -1,4 +1,4 @@
-"""The matrices, multiply-adds and kept values of hybrid models, for FLOPs, Muon and memory."""
+"""Sizes of hybrid models for the FLOP count, Muon and the memory estimate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 64
 def convolutions(model: PreTrainedModel) -> dict[str, Any]:
     """Return the weights of the convolutions by module name, [channels, 1, width].
 
-    Each channel is convolved by itself, so a token is multiplied by each weight once.
+    Each channel is convolved separately, so each weight has one multiply-add per token.
     """
     if not functions_of(model):
         return {}
@@ -26,11 +26,12 @@ def convolutions(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def state_products(model: PreTrainedModel) -> int:
-    """Return the multiply-adds per token of the states of all layers in forward.
+    """Return the multiply-adds per token with the states of all layers, in forward.
 
-    They are counted as in the recurrence, which is the least work. A gated delta rule multiplies
-    the state S [D of keys, D of values] of a head with the key, adds the outer product of the key
-    and the correction, and multiplies S with the query. A scan of Mamba-2 has no first product.
+    The count is that of the recurrence. The kernels compute in chunks, and need more. A gated delta
+    rule multiplies the state S [D of keys, D of values] of a head with the key, adds the outer
+    product of the key and the correction, and multiplies S with the query. A scan of Mamba-2 has
+    only the last two products.
     """
     total = 0
     for _, mixer in mixers(model) if functions_of(model) else ():
@@ -42,11 +43,12 @@ def state_products(model: PreTrainedModel) -> int:
 
 
 def kept_values(model: PreTrainedModel) -> int:
-    """Return the values per token that the states of all layers keep for backward, in BF16.
+    """Return the number of values per token that the states of all layers keep for backward.
 
-    This is an estimate for fla-core's kernels. A convolution keeps its output. A gated delta rule
-    keeps normalized queries and keys, its output, and a matrix of CHUNK columns for each head. A
-    scan keeps queries, keys and values of each head in FP32.
+    A value has two bytes. This is an estimate for fla-core's kernels. A convolution keeps its
+    output. A gated delta rule keeps normalized queries and keys, its values and output, and a
+    matrix of CHUNK columns for each head. A scan keeps queries, keys, inputs and values of each
+    head in FP32, so each of them counts as two values.
     """
     total = 0
     for _, mixer in mixers(model) if functions_of(model) else ():
@@ -60,7 +62,7 @@ def kept_values(model: PreTrainedModel) -> int:
 
 
 def layers_without_attention(model: PreTrainedModel) -> int:
-    """Return the number of layers without attention. It is 0 for other models."""
+    """Return the number of layers without attention. It is 0 for models that are not hybrid."""
     if not functions_of(model):
         return 0
     states = {name for name, _ in mixers(model)}
@@ -73,9 +75,10 @@ def layers_without_attention(model: PreTrainedModel) -> int:
 
 
 def is_one_matrix(model: PreTrainedModel, module_name: str) -> bool:
-    """Return True if Muon updates each weight of a module as one matrix.
+    """Return True if Muon updates each weight of a module as one matrix, even if it is a stack.
 
-    The projections of a hybrid model stack matrices of different sizes, or stack them by heads. For
-    example, `in_proj_qkv` of Qwen3.5 has queries, keys and values.
+    This holds for the projections of the recurrent layers. They stack matrices of different sizes,
+    or stack matrices by heads, so they cannot be divided equally. For example, `in_proj_qkv` of
+    Qwen3.5 has queries, keys and values.
     """
     return bool(functions_of(model)) and hasattr(model.get_submodule(module_name), "layer_idx")

@@ -47,8 +47,8 @@ def fused_head(
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    probes of `context` observe each operand and each result. `change` is the change of the logits
-    before the loss.
+    probes of `context` observe each operand and each result. The loss is that of the logits after
+    `change`.
     """
 
     def matrix() -> Tensor:

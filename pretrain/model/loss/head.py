@@ -449,7 +449,8 @@ class Penalty:
         for some_logits, some_labels, some_losses in zip(
             logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True
         ):
-            scores = change(some_logits.float())  # not a copy of FP32 logits without a change
+            # `scores` is `some_logits` if the logits are FP32 and are not changed.
+            scores = change(some_logits.float())
             slopes = change.slopes(scores)
             some_losses.copy_(self._overwrite(scores, some_labels))
             if change != UNCHANGED:

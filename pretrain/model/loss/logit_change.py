@@ -5,9 +5,10 @@ A model with a change computes the loss of z instead of the logits x:
     z = factor x                        without a cap
     z = cap tanh(factor x / cap)        with a cap
 
-The code of transformers changes logits itself if the head is called without labels. With labels,
-`LossHead` computes the loss of changed logits, in FP32. The products of the head, and therefore the
-operands that are quantized, are those of x.
+If the head is called without labels, it returns x, and the code of transformers changes it. With
+labels, `LossHead` changes the logits in FP32 and computes the loss. The operands of the head's
+products, which may be quantized, do not contain the change in forward. In backward, the gradient of
+the logits is that of x.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from foundation.errors import InputError
 FACTORS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Types of models that multiply logits by the values of DIVISORS.
+# Types of models that multiply logits by the values of DIVISORS instead of dividing them.
 MULTIPLY_BY_DIVISORS = ("hyperclovax",)
 
 
@@ -36,7 +37,10 @@ class LogitChange(NamedTuple):
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitChange:
-        """Return the change in a configuration. Raise InputError if a value is not positive."""
+        """Return the change that a configuration sets.
+
+        Raise InputError if a value is not positive.
+        """
         values = {}
         for key in (*FACTORS, *DIVISORS, *CAPS):
             value = getattr(config, key, None)
@@ -62,7 +66,7 @@ class LogitChange(NamedTuple):
         return logits
 
     def slopes(self, changed: Tensor) -> Tensor | float:
-        """Return the derivative of each changed logit with respect to the logit."""
+        """Return the derivative of each changed logit with respect to the original logit."""
         if not self.cap:
             return self.factor
         return self.factor * (1 - (changed / self.cap).square())

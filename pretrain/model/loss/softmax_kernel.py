@@ -8,11 +8,11 @@ of 50,000 logits is still in the L2 cache when the second pass reads it.
 If the head computes in FP8, the gradient is written as FP8 codes, by rows and transposed. The
 scales are known after the first pass: the entry of largest magnitude in a token's gradient is the
 entry at its label, because all other entries are positive and sum to the same magnitude. If logits
-are capped, another entry may be larger, and another pass finds it. Values are rounded to BF16
-before they are quantized, as if the gradient had been written in BF16.
+are capped, another entry may be larger, so an additional pass computes the largest magnitude.
+Values are rounded to BF16 before they are quantized, as if the gradient had been written in BF16.
 
-If the model changes its logits (`pretrain.model.loss.logit_change`), logits are changed when they
-are loaded, and the gradient is multiplied by the derivative of the change.
+If the model changes its logits (`pretrain.model.loss.logit_change`), the kernels change logits
+after they load them, and multiply the gradient by the derivative of the change.
 
 In the codes by rows, each row has a scale, so that the entry at the label is exact.
 docs/studies/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
@@ -135,7 +135,7 @@ def _softmax_loss(
     if maxima is not None:
         magnitude = tl.abs(at_label.to(tl.float32))
         if cap != 0.0:
-            # The cap may make the entry at the label smaller than another one.
+            # The derivative of the cap may make the entry at the label smaller than another entry.
             for start in range(0, vocabulary, block):
                 column = start + _columns(block, group)
                 scores = _load_scores(row, column, vocabulary, factor, cap)

@@ -119,11 +119,14 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
     assert "parity: this run would not train like plain transformers" in run.output
 
 
-# ── Kernels, whose packages a CPU cannot run ───────────────────────────────────────────
+# ── Kernels of fla-core, which cannot run on a CPU ───────────────────────────────────────────
 
 
 def steps_of(ends: Tensor, *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
-    """Return for each token whether a document begins, and its part of the tensors [1, T, ...]."""
+    """Return True for the first token of a document, and the token's part of tensors [1, T, ...].
+
+    The list has one entry for each token.
+    """
     first_tokens = set(ends.tolist())
     steps = []
     for token in range(tensors[0].shape[1]):
@@ -142,7 +145,7 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, None]:
-    """The function of fla-core, as the recurrence of its paper."""
+    """Compute fla-core's `chunk_gated_delta_rule` by the recurrence of its paper."""
     assert use_qk_l2norm_in_kernel
     q, k = (x * x.square().sum(-1, keepdim=True).add(1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
@@ -160,6 +163,7 @@ def delta_rule(
 def gated_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, cu_seqlens: Tensor
 ) -> tuple[Tensor, None]:
+    """Compute fla-core's `chunk_simple_gla` by its recurrence."""
     outputs = []
     for is_first, (query, key, value, decay) in steps_of(cu_seqlens, q, k, v, g):
         if is_first:
@@ -172,14 +176,15 @@ def gated_attention(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, cu_seqlens: Tensor
 ) -> tuple[Tensor, None]:
+    """Compute fla-core's `causal_conv1d`, one token at a time."""
     assert activation == "silu"
     outputs = []
     for is_first, (values,) in steps_of(cu_seqlens, x):
         if is_first:
-            seen = [torch.zeros_like(values)] * weight.shape[1]
-        seen = [*seen[1:], values]
+            window = [torch.zeros_like(values)] * weight.shape[1]
+        window = [*window[1:], values]
         shift = 0 if bias is None else bias
-        outputs.append(F.silu((torch.stack(seen, -1) * weight).sum(-1) + shift))
+        outputs.append(F.silu((torch.stack(window, -1) * weight).sum(-1) + shift))
     return torch.stack(outputs)[None], None
 
 

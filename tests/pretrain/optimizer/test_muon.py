@@ -201,7 +201,8 @@ def test_lost_updates_are_counted_for_bf16_weights_alone() -> None:
         optimizer.step()
         lost[exact], count = optimizer.frozen_counts.tolist()
         assert count == sum(p.numel() for p in params)
-    assert lost[True] < 0.01 * count < 0.9 * count < lost[False]
+    assert lost[True] < 0.01 * count
+    assert lost[False] > 0.9 * count
 
 
 def test_a_parameter_without_gradient_is_not_updated() -> None:

@@ -38,7 +38,8 @@ fault = partial(faults.fault, **REGISTER)
 
 def find_faults(layers: int = 2) -> None:
     """Print the checks that catch each fault, by fault and precision, and also without a fault."""
-    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    accelerator = Accelerator(mixed_precision="no")
+    complete_topology(accelerator)
     found: dict[str, dict[str, Sequence[str]]] = {}
     for precision in sys.argv[1:]:
         histories: list[Tensor] = []
