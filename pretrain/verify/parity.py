@@ -43,6 +43,7 @@ from pretrain.verify.gradient_errors import (
     resolution_of,
 )
 from pretrain.verify.head_check import HeadCheck, compare_values
+from pretrain.verify.isolation import leaks
 from pretrain.verify.random_documents import LONGEST, draw_documents, draw_long_document
 from pretrain.verify.reference_model import (
     Documents,
@@ -248,6 +249,7 @@ def _compare(
             with recording_choices(model) as choices:
                 loss = run_pass(step) * mean_over_compared
             held_out = held_out_loss(microbatches)
+            failures += leaks(model, microbatches[0], held_out_loss)
         documents = _with_choices([documents for _, documents in drawn], choices)
         reference = _reference(model, accelerator, documents, step_tokens, tokens, head_factor)
         # Derive the tolerances from the errors of plain transformers in BF16.
