@@ -26,6 +26,7 @@ RunPlan = Callable[..., tuple[int, str, str]]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlan]:
     """Return a function that runs the command: its exit status, its output and its errors."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("COLUMNS", "100")
 
     def run(*arguments: str) -> tuple[int, str, str]:
         AcceleratorState._reset_state(reset_partial_state=True)
