@@ -12,6 +12,7 @@ computes it with the kernels of FlashAttention-4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,8 @@ from transformers import (
 _IMPLEMENTATIONS = ("packed_fa4", "packed_documents", "packed_sdpa")
 # Supported types of models with sinks. The tests compare them with transformers.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
+# Name of the change of scores in messages.
+SINKS = "attention sinks"
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:
@@ -77,8 +80,16 @@ def sink_in(model: PreTrainedModel) -> str | None:
 def changed_scores(model: PreTrainedModel) -> str:
     """Return the change of the model's scores in words, or "" if they are not changed."""
     if sink_in(model):
-        return "attention sinks"
+        return SINKS
     return "capped scores" if getattr(model.config, "attn_logit_softcapping", None) else ""
+
+
+def unsupported_cap(config: Any) -> str | None:
+    """Return the reason why scores cannot be capped as the configuration says, or None."""
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is None or 0 < cap < math.inf:
+        return None
+    return f"has `attn_logit_softcapping: {cap}`, which must be a positive number or null"
 
 
 def scores_obstacle(name: str, case: Any) -> str | None:
@@ -104,7 +115,7 @@ def without_kernel(changed: str, reason: str | None) -> str | None:
         return None
     return (
         f"model: on a GPU, only FlashAttention-4 computes {changed}, but flash_attn {reason}. If "
-        "documents are short, set `model.attention: sdpa`, which writes all scores of a layer to "
+        "documents are short, set `model.attention: sdpa`, which keeps the scores of all layers in "
         "memory"
     )
 

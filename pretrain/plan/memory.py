@@ -60,6 +60,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.attention import ATTENTION_KERNELS
 from pretrain.model.fused.layers import Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
+from pretrain.model.scores import SINKS
 from pretrain.model.wrapping import not_fused_because
 from pretrain.optimizer.offload import OFFLOADED
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
@@ -371,8 +372,24 @@ def layers_of(
                 for stack in parts.stacks.values()
             ]
             memory = fused_layer(parts, precisions, attention, layouts)
+        memory = _with_scores(memory, flops, recipe.data.length, attention)
         result.append(memory.as_recomputed() if recipe.model.recomputes(index) else memory)
     return result
+
+
+def _with_scores(
+    memory: LayerMemory, flops: ModelFlops, length: int, attention: str
+) -> LayerMemory:
+    """Return the memory of a layer with the FP32 scores that plain torch writes for caps and sinks.
+
+    `Scores.attend` keeps the probabilities, and with a cap also the result of tanh. Backward needs
+    a gradient of the scores and the gradient from which it is computed.
+    """
+    if not flops.changed_scores or attention not in ("packed_sdpa", "packed_documents"):
+        return memory
+    scores = 4 * flops.shape.heads * length
+    kept = scores * (1 if flops.changed_scores == SINKS else 2)
+    return replace(memory, kept=memory.kept + kept, workspace=memory.workspace + 2 * scores)
 
 
 def fused_layer(

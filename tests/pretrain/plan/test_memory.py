@@ -192,6 +192,20 @@ def test_a_recomputed_layer_keeps_its_input_and_no_copies_of_weights() -> None:
     assert "the loss" in second and second["activations"] > 14 * full["activations"] / 28
 
 
+@pytest.mark.parametrize(("model_type", "tensors"), [("gemma2", 2), ("gpt_oss", 1)])
+def test_caps_and_sinks_in_plain_torch_keep_scores_of_all_layers(
+    model_type: str, tensors: int
+) -> None:
+    """A cap keeps the result of tanh and of softmax, and sinks keep that of softmax."""
+    model = on_meta({**QWEN3, "model_type": model_type, "num_local_experts": 2})
+
+    def kept(attention: str) -> int:
+        return plan_of(model=model, fused=True, attention=attention).memory(8)["activations"]
+
+    scores = 4 * 8 * 16 * 4096**2
+    assert kept("packed_sdpa") - kept("packed_fa4") == 28 * tensors * scores
+
+
 @pytest.mark.parametrize(
     ("keep", "by_zero", "by_fsdp2"),
     [
