@@ -57,6 +57,7 @@ from pretrain.model.scores import (
     flash_scores,
     scores_obstacle,
     sink_in,
+    unsupported_cap,
     without_kernel,
 )
 from pretrain.precision import transformer_engine
@@ -170,7 +171,7 @@ def _unsupported_scores(model: PreTrainedModel) -> str | None:
     has_own_formula = sink is not None or hasattr(config, "attn_logit_softcapping")
     if not model._supports_sdpa and not has_own_formula:
         return f"has attention scores that torch's own attention does not compute; {other}"
-    return None
+    return unsupported_cap(config)
 
 
 def _unsupported_value(config: Any, length: int) -> str | None:

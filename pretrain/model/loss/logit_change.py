@@ -13,6 +13,7 @@ the logits is that of x.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,10 +44,15 @@ class LogitChange(NamedTuple):
         """
         values = {}
         for key in (*FACTORS, *DIVISORS, *CAPS):
-            value = getattr(config, key, None)
-            if value is None:
+            # The code of a model reads no keys that its configuration does not declare.
+            if not hasattr(type(config), key):
                 continue
-            if not value > 0:
+            value = getattr(config, key)
+            # Models multiply by null, except those whose default is null.
+            if value is None and (key in CAPS or getattr(type(config), key) is None):
+                continue
+            if value is None or not 0 < value < math.inf:
+                value = "null" if value is None else value
                 raise InputError(
                     f"`model.config.{key}: {value}` must be a positive number; set another value"
                 )

@@ -359,6 +359,13 @@ MOE = SMALL | HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermed
         ("qwen3_moe", MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok: 5.*set .* 1 to 4"),
         ("qwen3_moe", MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok: 0.* 4 experts"),
         ("granite", SMALL | HEADS | {"logits_scaling": 0.0}, "logits_scaling: 0.0.*positive"),
+        ("cohere", SMALL | HEADS | {"logit_scale": None}, "logit_scale: null.*positive"),
+        (
+            "gemma2",
+            SMALL | HEADS | {"final_logit_softcapping": torch.inf},
+            "softcapping: inf.*positive",
+        ),
+        ("gemma2", SMALL | HEADS | {"attn_logit_softcapping": 0.0}, "softcapping: 0.0.*positive"),
     ],
 )
 def test_an_unsupported_architecture_is_rejected(
