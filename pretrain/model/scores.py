@@ -81,12 +81,18 @@ def changed_scores(model: PreTrainedModel) -> str:
     """Return the change of the model's scores in words, or "" if they are not changed."""
     if sink_in(model):
         return SINKS
-    return "capped scores" if getattr(model.config, "attn_logit_softcapping", None) else ""
+    return "capped scores" if _cap_in(model.config) else ""
+
+
+def _cap_in(config: Any) -> float | None:
+    """Return the cap of scores, or None. Models ignore a key that their class does not declare."""
+    has_cap = hasattr(type(config), "attn_logit_softcapping")
+    return config.attn_logit_softcapping if has_cap else None
 
 
 def unsupported_cap(config: Any) -> str | None:
     """Return the reason why scores cannot be capped as the configuration says, or None."""
-    cap = getattr(config, "attn_logit_softcapping", None)
+    cap = _cap_in(config)
     if cap is None or 0 < cap < math.inf:
         return None
     return f"has `attn_logit_softcapping: {cap}`, which must be a positive number or null"

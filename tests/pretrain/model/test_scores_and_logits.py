@@ -15,7 +15,9 @@ from packing.batch import build_microbatch
 from pretrain.model import attention
 from pretrain.model.attention import Case, choose, refusal_of
 from pretrain.model.huggingface import check_architecture
+from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.scores import changed_scores
 from pretrain.model.wrapping import convert
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.small_models import (
@@ -170,6 +172,14 @@ def test_a_document_changes_no_logit_of_the_next_one(name: str) -> None:
     change = (logits[0] - logits[1]).abs().amax(1)
     assert change[:20].min() > 1e-2
     assert change[20:].max() < 1e-6
+
+
+def test_keys_that_a_model_ignores_change_neither_scores_nor_logits() -> None:
+    hf = build_model("qwen3").hf
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale"):
+        setattr(hf.config, key, 0.5)
+    assert LogitChange.of(hf.config) == UNCHANGED
+    assert changed_scores(hf) == ""
 
 
 def test_biases_of_experts_sum_their_gradients_in_fp32() -> None:
