@@ -114,17 +114,17 @@ def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     column. With a single row, no value is moved to the line. With several rows, a column that has
     only unknown values is omitted.
     """
-    names, *others = zip(header, *rows, strict=True)
+    first_column, *columns = zip(header, *rows, strict=True)
     equal = []
-    parts = [[names]]
-    for column in others:
+    parts = [[first_column]]
+    for column in columns:
         title, *values = column
         if len(rows) > 1 and len({*values}) == 1:
             if values[0] != UNKNOWN:
                 equal.append(f"{title} {values[0]}")
             continue
         if table([*parts[-1], column]).index("\n") > WIDTH:
-            parts.append([names])
+            parts.append([first_column])
         parts[-1].append(column)
     shared = [f"Equal in all rows: {', '.join(equal)}."] if equal else []
     return "\n\n".join([*shared, *map(table, parts)])

@@ -380,10 +380,10 @@ def layers_of(
 def _with_scores(
     memory: LayerMemory, flops: ModelFlops, length: int, attention: str
 ) -> LayerMemory:
-    """Return the memory of a layer with the FP32 scores that plain torch writes for caps and sinks.
+    """Add the attention scores to the memory of a layer, if plain torch computes caps or sinks.
 
-    `Scores.attend` keeps the probabilities, and with a cap also the result of tanh. Backward needs
-    a gradient of the scores and the gradient from which it is computed.
+    The scores are in FP32. `Scores.attend` keeps the probabilities, and with a cap also the result
+    of tanh. Backward needs a gradient of the scores and the gradient from which it is computed.
     """
     if not flops.changed_scores or attention not in ("packed_sdpa", "packed_documents"):
         return memory

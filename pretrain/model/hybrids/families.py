@@ -1,9 +1,10 @@
-"""The supported hybrid models, and the functions of transformers that mix their tokens.
+"""List the supported hybrid models, and keep packed documents apart in their layers.
 
 A hybrid model has layers with a state, in place of attention or beside it. For example, three of
 four layers of Qwen3.5 compute a gated delta rule. The state, and the short convolution before it,
-would carry information from a packed document to the next one. `separate_documents` replaces the
-functions that transformers' layers call by functions that begin each document with an empty state:
+would carry information from a packed document to the next one. In transformers' modules,
+`separate_documents` replaces the functions with a state. The new functions begin each document with
+an empty state:
 
     separate_documents(hf)
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
@@ -52,9 +53,12 @@ def separated_kinds(model: PreTrainedModel) -> frozenset[str]:
     return _KINDS if functions_of(model) else frozenset()
 
 
-def mixers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the module of each layer part that has a state or a convolution."""
-    for name, module in model.named_modules():
+def mixers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the module of each part of a hybrid model with a state or a convolution.
+
+    Other models have no such part.
+    """
+    for name, module in model.named_modules() if functions_of(model) else ():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module
 

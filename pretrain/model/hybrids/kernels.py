@@ -1,8 +1,7 @@
-"""The kernels of the package fla-core, which keep documents apart on a GPU.
+"""Call the kernels of the package fla-core, which keep documents apart on a GPU.
 
-`ends` has the boundaries of the documents, and the shapes are those of
-`pretrain.model.hybrids.mixing`. The functions import fla-core when they are called, because it
-imports Triton.
+The argument `ends` has the boundaries of the documents. `pretrain.model.hybrids.mixing` describes
+the shapes. The functions import fla-core when they are called, because it imports Triton.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The functions that mix the tokens of a hybrid model, computed for each document alone.
+"""Compute the convolutions and states of a hybrid model for each document alone.
 
-On a CPU, transformers' function in torch runs once for each document. This is exact, but slow.
+On a CPU, the functions call transformers' function once for each document. This is exact, but slow.
 On a GPU, the kernels of the package fla-core compute all documents at once
 (`pretrain.model.hybrids.kernels`).
 

@@ -34,7 +34,7 @@ def state_products(model: PreTrainedModel) -> int:
     only the last two products.
     """
     total = 0
-    for _, mixer in mixers(model) if functions_of(model) else ():
+    for _, mixer in mixers(model):
         if hasattr(mixer, "head_v_dim"):
             total += 3 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
         elif hasattr(mixer, "ssm_state_size"):
@@ -51,7 +51,7 @@ def kept_values(model: PreTrainedModel) -> int:
     head in FP32, so each of them counts as two values.
     """
     total = 0
-    for _, mixer in mixers(model) if functions_of(model) else ():
+    for _, mixer in mixers(model):
         total += next(child for child in mixer.children() if type(child) is nn.Conv1d).out_channels
         if hasattr(mixer, "head_v_dim"):
             normalized = 2 * mixer.num_k_heads * mixer.head_k_dim
