@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from foundation.errors import InputError
@@ -141,15 +142,15 @@ class ModelObserver(ProductObserver):
         self._called: dict[str, None] = {}
         # Map each node of autograd to the name of the module whose forward has created it.
         self._nodes: dict[Any, str] = {}
-        # Map the address of a tensor to the origin of its values.
-        self._origins: dict[int, _Origin] = {}
+        # Map the memory of a tensor to the origin of its values.
+        self._origins: dict[StorageWeakRef | None, _Origin] = {}
         for name, module in self._modules.items():
             for weight in matrices_of(module):
                 # Tied weights have several owners.
-                owners = self._origins.get(_address(weight), _Origin()).owners
-                self._origins[_address(weight)] = _Origin((*owners, name))
-        # A subclass of Tensor has no address. Its product belongs to the running module.
-        self._origins.pop(0, None)
+                owners = self._origins.get(_storage(weight), _Origin()).owners
+                self._origins[_storage(weight)] = _Origin((*owners, name))
+        # A subclass of Tensor has no storage of its own. Its product belongs to the running module.
+        self._origins.pop(None, None)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -194,7 +195,7 @@ class ModelObserver(ProductObserver):
         node = torch._C._current_autograd_node()
         # The forward of a recomputed layer runs inside of backward.
         name = self._stack[-1] if self._stack else self._nodes.get(node, "")
-        origins = [self._origins.get(_address(operand), _Origin()) for operand in operands]
+        origins = [self._origins.get(_storage(operand), _Origin()) for operand in operands]
         owners = [owner for origin in origins for owner in origin.owners]
         # A product with a weight belongs to the weight's module, even if another module runs.
         if owners and name not in owners:
@@ -214,11 +215,11 @@ class ModelObserver(ProductObserver):
         """Remember the origin of the tensors in `result`, which are computed from `source`."""
         origin = _Origin()
         if operation in _COPIES:
-            origin = self._origins.get(_address(source), origin)
+            origin = self._origins.get(_storage(source), origin)
             if source.dtype in _FP8 and result.dtype not in _FP8:
                 origin = origin._replace(fp8=f" with {_FP8[source.dtype]} values")
-        for address in {*map(_address, tree_leaves(result))} - {0, _address(source)}:
-            self._origins[address] = origin
+        for storage in {*map(_storage, tree_leaves(result))} - {None, _storage(source)}:
+            self._origins[storage] = origin
 
     def audit(self) -> Audit:
         """Return all products, and an entry for each module whose products are not visible."""
@@ -248,10 +249,13 @@ def matrices_of(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
 
 
-def _address(operand: Any) -> int:
-    """Return the address of the memory of a tensor, or 0 for a subclass and for another object."""
+def _storage(operand: Any) -> StorageWeakRef | None:
+    """Return the identity of a tensor's memory, or None for a subclass and for another object.
+
+    Unlike an address, it is not used again for other memory while the audit has it.
+    """
     is_plain = type(operand) in (Tensor, nn.Parameter)
-    return operand.untyped_storage().data_ptr() if is_plain else 0
+    return StorageWeakRef(operand.untyped_storage()) if is_plain else None
 
 
 def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:
