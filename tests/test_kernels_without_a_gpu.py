@@ -248,14 +248,19 @@ def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
     assert not any(gpu.spilled.values()), gpu.spilled
 
 
-INTERPRETED = ["kernels", "attention", "triton_arithmetic", "exact_adamw"]
+INTERPRETED = ["kernels", "kernel_table", "attention", "triton_arithmetic", "exact_adamw"]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        # One small kernel in each commit.
-        ["tests/gpu/test_kernels_gpu.py", "-k", "those_of_the_formula and experts"],
+        # One small kernel in each commit, and the sizes in the table of kernels.
+        [
+            "tests/gpu/test_kernels_gpu.py",
+            "tests/gpu/test_kernel_table_gpu.py",
+            "-k",
+            "those_of_the_formula and experts or optimizer_reads",
+        ],
         pytest.param(
             [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED], marks=pytest.mark.nightly
         ),

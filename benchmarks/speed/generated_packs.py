@@ -140,12 +140,14 @@ def zipf(vocabulary: int, draw: np.random.Generator) -> tuple[np.ndarray, np.nda
     return cumulative, draw.permutation(used).astype(np.uint32)
 
 
-def document_lengths(length: int, draw: np.random.Generator) -> np.ndarray:
+def document_lengths(
+    length: int, draw: np.random.Generator, log_mean: float = LOG_MEAN
+) -> np.ndarray:
     """Return lengths [documents] int32 that fill a pack of `length` tokens. The last one is cut."""
     lengths: list[int] = []
     left = length
     while left:
-        drawn = max(SHORTEST, int(draw.lognormal(LOG_MEAN, LOG_DEVIATION)))
+        drawn = max(SHORTEST, int(draw.lognormal(log_mean, LOG_DEVIATION)))
         lengths.append(min(left, drawn))
         left -= lengths[-1]
     return np.array(lengths, dtype=np.int32)
