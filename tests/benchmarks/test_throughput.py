@@ -149,7 +149,7 @@ def test_limits_with_scales_of_blocks_are_calls_that_torch_accepts(precision: st
 def test_settings_of_a_shape_are_ones_that_its_runs_take() -> None:
     model = "qwen3_1_7b"
     for shape in shapes.SHAPES.values():
-        for entry in shape.entries(model, shapes.WAYS[1:]):
+        for entry in shape.entries(model, shapes.WAYS[2:]):
             settings = [*shape.settings(65_536), *entry.overrides]
             loaded = load_recipe(MODELS[model].recipe, settings)
             assert with_precision(loaded, {}).precision == entry.precision
