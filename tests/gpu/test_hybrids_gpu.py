@@ -6,7 +6,6 @@ With Triton 3.4 to 3.7.0, a Hopper GPU needs tilelang too: `pip install tilelang
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def _kernels() -> None:
 def test_documents_of_a_pack_are_trained_separately(
     kind: str, precision: str, tolerance: float
 ) -> None:
-    packed = packed_model(kind, precision).to(GPU)
+    packed = packed_model(kind, precision, GPU)
     (batch,) = small_step().microbatches
     loss = packed(**inputs_of(batch, GPU))
     loss.backward()
@@ -69,11 +68,10 @@ def test_a_run_in_fp8_passes_parity(
     kind: str,
     compiled: str,
     recipe_of: Callable[[str], dict[str, Any]],
-    start_in_processes: Callable[..., Finished],
-    tmp_path: Path,
+    train: Callable[..., Finished],
 ) -> None:
     settings = ("precision=delayed", f"model.compile={compiled}")
-    run = start_in_processes(recipe_of(kind), tmp_path, *settings, launch=LAUNCH)
+    run = train(*settings, recipe=recipe_of(kind), launch=LAUNCH)
     assert run.status == 0, run.output
     assert run.audit()["parity"]["failures"] == []
     assert {row["backend"] for row in run.audit()["products"]} == {"transformer_engine", "torch"}

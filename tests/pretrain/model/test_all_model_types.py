@@ -41,11 +41,13 @@ LENGTH = 96
 DOCUMENTS = [[5, 9, 1, 17, 20], [80, 9]]
 
 
-def packed_model(model_type: str, precision: str) -> PackedLanguageModel:
+def packed_model(
+    model_type: str, precision: str, device: torch.device = CPU
+) -> PackedLanguageModel:
     """Return a small model as the launcher assembles it. In "fp32" nothing is cast."""
     config = small_config(model_type)
     settings = ModelSettings(config={"model_type": model_type})
-    options: dict[str, Any] = {"seed": 1, "device": CPU, "backend": "packed_documents"}
+    options: dict[str, Any] = {"seed": 1, "device": device, "backend": "packed_documents"}
     hf = build(settings, config, weights=torch.float32, **options)
     with torch.no_grad():
         # The states of some models would vanish with the weights of a new model.
@@ -55,7 +57,7 @@ def packed_model(model_type: str, precision: str) -> PackedLanguageModel:
     engine = "emulation" if PRECISIONS[precision].quantized else "torch"
     active = active_in(precision, engine, keep_bf16_layers={"last": 0})
     context = PrecisionContext(
-        getattr(torch, active.precision.compute_dtype), make_engines([active], CPU), active
+        getattr(torch, active.precision.compute_dtype), make_engines([active], device), active
     )
     decisions = {}
     if active.precision.quantized:
