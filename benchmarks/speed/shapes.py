@@ -229,7 +229,7 @@ SHAPES = {
         "benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)
     ),
     "Qwen3.5-0.8B": qwen3_5(1024, 3584, 24, 8, 16, microbatch=16_384),
-    "Qwen3.5-0.8B, whole documents": qwen3_5(
+    "Qwen3.5-0.8B whole documents": qwen3_5(
         1024, 3584, 24, 8, 16, microbatch=16_384, whole_documents=True
     ),
     "Qwen3.5-4B": qwen3_5(2560, 9216, 32, 16, 32, microbatch=4096),

@@ -197,8 +197,11 @@ def prepare_job(
     )
     if refusal := attention.refusal_of(checked.recipe.model.attention, case):
         raise InputError(refusal)
-    if case.device_type == "cuda" and (reason := kernels.missing(functions_of(shapes))):
-        raise InputError(f"`model`: {type(shapes).__name__} {reason}")
+    functions = functions_of(shapes)
+    if case.device_type == "cuda" and functions:
+        accelerator.print("model: trying fla-core's kernels; compiling them takes minutes once")
+        if reason := kernels.missing(functions):
+            raise InputError(f"`model`: {type(shapes).__name__} {reason}")
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
     _check_data(checked.recipe, data, shapes.config)
