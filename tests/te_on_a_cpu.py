@@ -164,9 +164,18 @@ class _Extension(ModuleType):
         return result, None, None, None
 
     def rmsnorm_fwd(
-        self, x: Tensor, weight: Tensor, eps: float, _: None, quantizer: Any, *rest: Any
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        _: None,
+        quantizer: Any,
+        dtype: Any,
+        margin: int,
+        zero_centered: bool,
     ) -> tuple[Any, None, Tensor]:
-        return self.layernorm_fwd(x, weight, None, eps, None, quantizer)
+        factors = weight.float() + zero_centered
+        return self.layernorm_fwd(x, factors, None, eps, None, quantizer)
 
     def layernorm_fwd(
         self,
@@ -182,9 +191,17 @@ class _Extension(ModuleType):
         return (y if quantizer is None else self.quantize(y, quantizer)), mean, rstd
 
     def rmsnorm_bwd_add(
-        self, dy: Tensor, x: Tensor, residual: Tensor, rstd: Tensor, weight: Tensor, *_: Any
+        self,
+        dy: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        margin: int,
+        zero_centered: bool,
     ) -> tuple[Tensor, Tensor]:
-        dx, sums = formulas.norm_backward(dy, x, rstd, None, weight, residual, summed=False)
+        factors = weight.float() + zero_centered
+        dx, sums = formulas.norm_backward(dy, x, rstd, None, factors, residual, summed=False)
         return dx, sums[0].to(weight.dtype)
 
     def swiglu(self, hidden: Tensor, quantizer: Any) -> Any:

@@ -28,6 +28,7 @@ from pretrain.model.fused.arithmetic import (
     KernelArithmetic,
     TransformerEngineArithmetic,
 )
+from pretrain.model.fused.half_layers import HalfFusedLayer, can_fuse_mlp
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
@@ -107,13 +108,18 @@ def fuse(
     """
     low_precision = [quantized_names(by_name) for by_name in decisions.values()]
     fused = {}
-    # Map the name of each layer that is not fused to the reason from `assess_layer`.
+    # Map the name of each layer that is not fused completely to the reason.
     reasons = {}
     for name, layer in layers.items():
-        if reason := assess_layer(name, layer, low_precision):
-            reasons[name] = reason
-        else:
+        reason = assess_layer(name, layer, low_precision)
+        if reason is None:
             fused[name] = FusedLayer(layer, name, arithmetic)
+        elif can_fuse_mlp(name, layer, low_precision):
+            fused[name] = HalfFusedLayer(layer, name, arithmetic)
+            reason = f"only the MLP of {type(layer).__name__} has a fused implementation"
+        if reason is not None:
+            reasons[name] = reason
+        if name in fused:
             layer.forward = fused[name]
     return FusedLayers(fused, reasons, arithmetic)
 
@@ -129,11 +135,11 @@ def convert(
     Each linear layer that `decisions` quantizes gets a Gemm of the current engine. Before that, a
     linear layer of transformers is replaced by a `LowPrecisionLinear` with the same Parameters. The
     LM head is not replaced, because `LossHead` can have Gemms itself. The experts of a layer are
-    replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed. Each
+    replaced by `GroupedExperts`. Linear layers in products of `fused` layers are not changed. Each
     product of a fused layer gets a Gemm for all its linear layers.
     """
     group_experts(hf, context)
-    fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
+    members = fused.members if fused else {}
     quantized = quantized_names(decisions)
     for product in fused.products if fused else ():
         # `fuse` stacks only linear layers that are all quantized, or all unquantized.
@@ -148,7 +154,7 @@ def convert(
                 if stack.name in quantized:
                     _, out_features, in_features = module.get_parameter(key).shape
                     stack.add(in_features, out_features)
-        if name in quantized and not name.startswith(fused_prefixes):
+        if name in quantized and name not in members:
             if not isinstance(module, LossHead | LowPrecisionLinear):
                 module = LowPrecisionLinear(module, name, context)
                 hf.set_submodule(name, module)
@@ -214,6 +220,10 @@ def wrappers_of(
         if replaces_norms and is_norm:
             wrappers[unit].append(partial(replaced, function=_rms_norm))
         wrappers[unit] += _wrappers_of_unit(unit, cast_to, compiles=compiles)
+        if isinstance(unit.forward, HalfFusedLayer):
+            # The fused forward calls the first half, which is cast and compiled as a layer is.
+            first_half = unit.forward.first_half
+            wrappers[first_half] += _wrappers_of_unit(first_half, cast_to, compiles=compiles)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
             wrappers[layer].append(partial(recomputed_in_backward, context=packed.context))

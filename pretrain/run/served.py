@@ -93,7 +93,8 @@ def served_weights(
         "layout": f"{method} ({kind}), quantized as in the training forward",
         "activations": layout.activations,
     }
-    if precision.tensor_scaled and all(name == stack.product for name, stack in stacks.items()):
+    stacks_of_servers = [(stack, stack_of(name)) for name, stack in stacks.items()]
+    if precision.tensor_scaled and any(stack != larger for stack, larger in stacks_of_servers):
         facts["tensor scales"] = (
             "one for each linear, as in training; a server that uses one scale for q, k and v, or "
             "one for gate and up, computes different products"

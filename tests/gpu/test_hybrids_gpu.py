@@ -62,16 +62,26 @@ def test_documents_of_a_pack_are_trained_separately(
         assert difference <= tolerance * (2 * parameter.grad.norm() + 0.01 * total), name
 
 
-@pytest.mark.parametrize("compiled", ["none", "layer"])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba"])
-def test_a_run_in_fp8_passes_parity(
+@pytest.mark.parametrize(
+    ("kind", "precision", "compiled"),
+    [
+        *((kind, "delayed", "none") for kind in ("qwen3_5_text", "lfm2", "bamba")),
+        *((kind, "delayed", "layer") for kind in ("qwen3_5_text", "lfm2", "bamba")),
+        ("qwen3_5_text", "bf16", "layer"),
+        ("olmo_hybrid", "bf16", "layer"),
+    ],
+)
+def test_a_run_passes_parity(
     kind: str,
+    precision: str,
     compiled: str,
     recipe_of: Callable[[str], dict[str, Any]],
     train: Callable[..., Finished],
 ) -> None:
-    settings = ("precision=delayed", f"model.compile={compiled}")
+    settings = (f"precision={precision}", f"model.compile={compiled}")
     run = train(*settings, recipe=recipe_of(kind), launch=LAUNCH)
     assert run.status == 0, run.output
     assert run.audit()["parity"]["failures"] == []
-    assert {row["backend"] for row in run.audit()["products"]} == {"transformer_engine", "torch"}
+    engines = {"torch"} | ({"transformer_engine"} if precision == "delayed" else set())
+    assert {row["backend"] for row in run.audit()["products"]} == engines
+    assert ("only the MLP" in run.audit()["fused"]) == (kind in ("qwen3_5_text", "olmo_hybrid"))

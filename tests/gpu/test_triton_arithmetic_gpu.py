@@ -28,7 +28,7 @@ from tests.pretrain.model.fused.fused_models import (
 
 LENGTH = 32 if INTERPRETED else 256
 LAYERS = 1 if INTERPRETED else 2
-NAMES = ["qwen3"] if INTERPRETED else [*ARCHITECTURES]
+NAMES = ["qwen3", "qwen3_5"] if INTERPRETED else [*ARCHITECTURES]
 train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 
 

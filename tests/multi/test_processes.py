@@ -60,6 +60,7 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
     "experts": ("fsdp2", (EXPERTS, *LOW, *SERVED), LOW_CURVE),
     "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW, *CHECKED), {"loss": 1e-3}),
+    "a fused hybrid's shards": ("fsdp2", (*HYBRID, "model.fused=on", *CHECKED), EXACT_CURVE),
     "shards of sinks": ("fsdp2", (*SINKS, *LOW, *CHECKED), {"loss": 1e-3}),
 }
 

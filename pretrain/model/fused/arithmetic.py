@@ -181,6 +181,11 @@ class StackedPass(LinearPass):
         )
 
 
+def is_zero_centered(norm: nn.Module) -> bool:
+    """Return True if an RMSNorm multiplies by 1 + weight."""
+    return type(norm).__name__ in ("Qwen3_5RMSNorm", "Qwen3NextRMSNorm")
+
+
 def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
     """Return the weight of an RMSNorm, or the weight and the bias of an nn.LayerNorm."""
     return list(norm.parameters(recurse=False))
@@ -239,7 +244,15 @@ class Arithmetic:
         """
         dtype = self.context.compute_dtype
         weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
-        return (weight, biases[0], norm.eps) if biases else (weight, None, norm.variance_epsilon)
+        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        return weight, biases[0] if biases else None, eps
+
+    def factors(self, norm: Any, weight: Tensor) -> Tensor:
+        """Return the factors by which a norm multiplies, for its weight in the compute dtype.
+
+        In transformers, 1 + weight is not rounded to the compute dtype.
+        """
+        return 1 + weight.float() if is_zero_centered(norm) else weight
 
     def norm(
         self, x: Tensor, norm: Any, product: StackedPass
@@ -250,7 +263,8 @@ class Arithmetic:
         or root mean squares, FP32. mean has the means, FP32, or is None for an RMSNorm. Both are
         arguments of `norm_backward`.
         """
-        y, rstd, mean = self.kernels.norm.norm(x, *self.parameters_in_compute_dtype(norm))
+        weight, *others = self.parameters_in_compute_dtype(norm)
+        y, rstd, mean = self.kernels.norm.norm(x, self.factors(norm, weight), *others)
         return product.quantize("input", y), rstd, mean
 
     def norm_backward(
@@ -272,7 +286,7 @@ class Arithmetic:
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
         dx, sums = self.kernels.norm.norm_backward(
-            dy, x, rstd, mean, weight, residual, summed=summed
+            dy, x, rstd, mean, self.factors(norm, weight), residual, summed=summed
         )
         if mean is None:  # The kernels of an RMSNorm sum only the gradient of its weight.
             return dx, sums.unbind(), _token_sums(dx, residual) if summed else (None, None)
@@ -354,7 +368,7 @@ class TransformerEngineArithmetic(KernelArithmetic):
         weight, bias, eps = self.parameters_in_compute_dtype(norm)
 
         def compute(quantizer: Any | None) -> Any:
-            options = (eps, None, quantizer, tex.DType.kBFloat16, 0, False)
+            options = (eps, None, quantizer, tex.DType.kBFloat16, 0, is_zero_centered(norm))
             if bias is None:
                 return tex.rmsnorm_fwd(x, weight, *options)
             return tex.layernorm_fwd(x, weight, bias, *options)
@@ -379,7 +393,8 @@ class TransformerEngineArithmetic(KernelArithmetic):
         import transformer_engine_torch as tex
 
         weight = norm.weight.detach().to(self.context.compute_dtype)
-        dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
+        options = (0, is_zero_centered(norm))
+        dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, *options)
         return dx, gradients, _token_sums(dx, residual) if summed else (None, None)
 
     def rotate_backward(

@@ -1,9 +1,9 @@
 """Choose the decoder layers that can be fused, and replace their forward by a fused one.
 
 Only layers of the classes in `_FUSED` are fused. A subclass of such a class is not fused, because
-it may compute something else. The modules and parameters of a fused layer stay where they are; only
-its `forward` is replaced. If a call passes no packed documents, as in generation, the fused forward
-calls the original forward.
+it may compute something else. `pretrain.model.fused.half_layers` fuses the MLPs of other classes.
+The modules and parameters of a fused layer stay where they are; only its `forward` is replaced. If
+a call passes no packed documents, as in generation, the fused forward calls the original forward.
 
 A fused layer has two autograd nodes instead of many. Each norm writes its output once, in the
 format that the next matrix product reads. The kernel that computes the gradient of a norm also adds
@@ -59,13 +59,13 @@ _ATTENTION_STACKS = {
     "self_attn.o_proj": ("self_attn.o_proj",),
 }
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_LLAMA_MLP = {
+LLAMA_MLP = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
 }
 _GPT2_ATTENTION_STACKS = {name: (name,) for name in ("attn.c_attn", "attn.c_proj")}
 _GPT2_MLP = {name: (name,) for name in ("mlp.c_fc", "mlp.c_proj")}
-_LLAMA = Names("self_attn", _NORMS, _ATTENTION_STACKS | _LLAMA_MLP)
+_LLAMA = Names("self_attn", _NORMS, _ATTENTION_STACKS | LLAMA_MLP)
 _STARCODER2 = Names("self_attn", _NORMS, _ATTENTION_STACKS | _GPT2_MLP)
 _GPT2 = Names("attn", ("ln_1", "ln_2"), _GPT2_ATTENTION_STACKS | _GPT2_MLP)
 # Full names of the layer classes that can be fused. Classes are compared by name, because importing
@@ -131,7 +131,7 @@ class Parts:
     @classmethod
     def of(cls, layer: Any) -> Parts:
         """Return the parts of `layer`, whose class must be in `_FUSED`."""
-        names = _FUSED[_full_name(layer)]
+        names = _FUSED[full_name(layer)]
         attention = layer.get_submodule(names.attention)
         config = attention.config
         stacks = {
@@ -169,7 +169,7 @@ class Parts:
         return HeadNorms(query, key, self.head_norms[0].variance_epsilon)
 
 
-def _full_name(layer: nn.Module) -> str:
+def full_name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
@@ -185,7 +185,7 @@ def assess_layer(name: str, layer: Any, low_precision: Iterable[Collection[str]]
         low_precision: For each precision of the run, the names of all quantized linear layers of
             the model, such as "model.layers.0.mlp.up_proj".
     """
-    if _full_name(layer) not in _FUSED:
+    if full_name(layer) not in _FUSED:
         return f"{type(layer).__name__} has no fused implementation"
     parts = Parts.of(layer)
     if parts.function not in ACTIVATIONS[parts.gated]:
@@ -208,8 +208,9 @@ class FusedLayers:
     """The fused layers of one model.
 
     Attributes:
-        layers: Map the name of each fused layer in the model to its fused forward.
-        left_out: Map the name of each layer that is not fused to the reason.
+        layers: Map the name of each layer in the model to its fused forward, which may fuse only
+            the MLP.
+        left_out: Map the name of each layer that is not fused completely to the reason.
         arithmetic: The arithmetic that all fused layers use.
     """
 
@@ -241,12 +242,25 @@ class FusedLayers:
 
         Example: "28 of 28 layers, queries and keys kept for backward".
         """
+        count = len(self.layers.keys() - self.left_out.keys())
         reasons = Counter(self.left_out.values())
         not_fused = "".join(f"; {count} not fused: {reason}" for reason, count in reasons.items())
-        is_kept = self.arithmetic.keeps_rotated and self.layers
+        is_kept = self.arithmetic.keeps_rotated and count
         kept = ", queries and keys kept for backward" if is_kept else ""
-        count = len(self.layers)
         return f"{count} of {count + len(self.left_out)} layers{kept}{not_fused}"
+
+
+def stacked_linears(
+    layer: nn.Module, name: str, stacks: Mapping[str, Iterable[str]], arithmetic: Arithmetic
+) -> tuple[StackedLinear, ...]:
+    """Return the matrix products of `layer`. See `Names.stacks`. `name` is the layer's name."""
+    products = []
+    for stacked_name, members in stacks.items():
+        linears: Any = {f"{name}.{member}": layer.get_submodule(member) for member in members}
+        product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic.context)
+        product.lay_together()
+        products.append(product)
+    return tuple(products)
 
 
 class FusedLayer:
@@ -265,13 +279,9 @@ class FusedLayer:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
         self.parts = Parts.of(layer)
-        products = []
-        for stacked_name, stack in self.parts.stacks.items():
-            linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic.context)
-            product.lay_together()
-            products.append(product)
-        self.products = tuple(products)
+        self.mlp_norm = self.parts.norms[1]
+        self.gated = self.parts.gated
+        self.products = stacked_linears(layer, name, self.parts.stacks, arithmetic)
         self.qkv, self.output, self.gate_up, self.down = self.products
 
     @torch.compiler.disable
@@ -290,7 +300,7 @@ class FusedLayer:
         # autograd.Function.
         differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, differentiable, **kwargs)
-        weights = (*self.output.weights, *self.gate_up.weights, *self.down.weights)
+        weights = (weight for product in self.after_attention for weight in product.weights)
         inputs = (attended, x, *self.mlp_vectors, *weights)
         return OutputAndMLP.apply(self, differentiable, *inputs)[None]
 
@@ -303,8 +313,13 @@ class FusedLayer:
     @property
     def mlp_vectors(self) -> list[Summed]:
         """List of the parameters of the norm, and of the biases, in `OutputAndMLP`."""
-        norm = parameters_of(self.parts.norms[1])
-        return [*norm, *self.output.biases, *self.gate_up.biases, *self.down.biases]
+        biases = (bias for product in self.after_attention for bias in product.biases)
+        return [*parameters_of(self.mlp_norm), *biases]
+
+    @property
+    def after_attention(self) -> tuple[StackedLinear, ...]:
+        """The products in `OutputAndMLP`."""
+        return self.products[-3:]
 
     def _attend(
         self,
@@ -316,7 +331,7 @@ class FusedLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         documents: Tensor,
         **_: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """Return the output of attention [tokens, query heads x dim], and x [tokens, hidden].
 
         The returned x has the same values as the argument, but it is an output of the autograd node
@@ -478,7 +493,8 @@ class OutputAndMLP(torch.autograd.Function):
         y = x + activation(norm(x) gate_up^T) down^T
 
     A product adds the biases of its linear layers, if they have any. In an MLP without a gate,
-    `gate_up` is the first linear layer.
+    `gate_up` is the first linear layer. If `attended` is None, the output projection is not fused,
+    and x is `residual`.
     """
 
     @staticmethod
@@ -486,21 +502,29 @@ class OutputAndMLP(torch.autograd.Function):
         ctx: Any,
         layer: FusedLayer,
         differentiable: bool,
-        attended: Tensor,
+        attended: Tensor | None,
         residual: Tensor,
         *_: Tensor,
     ) -> Tensor:
         arithmetic = layer.arithmetic
-        output = StackedPass(layer.output, attended, differentiable=differentiable)
-        operand = output.quantize("input", attended)
-        x = output.project(operand, residual)
+        x = residual
+        output = None
+        operand = None
+        # The first product of a forward is in the other node if attention is fused.
+        is_first_in_forward = False
+        if attended is None:
+            is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
+        else:
+            output = StackedPass(layer.output, attended, differentiable=differentiable)
+            operand = output.quantize("input", attended)
+            x = output.project(operand, residual)
         gate_up = StackedPass(layer.gate_up, x, differentiable=differentiable)
-        normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
+        normed, *statistics = arithmetic.norm(x, layer.mlp_norm, gate_up)
         hidden = gate_up.project(normed)
         down = StackedPass(layer.down, hidden, differentiable=differentiable)
-        activation = arithmetic.activation(hidden, layer.parts.gated, gate_up, down)
+        activation = arithmetic.activation(hidden, layer.gated, gate_up, down)
         activated, kept = activation.forward(hidden)
-        ctx.call = (layer, output, activation)
+        ctx.call = (layer, output, activation, is_first_in_forward)
         y = down.project(activated, x)
         # Save after the products, because saving splits quantized operands into tensors, and
         # products cannot use the split operands.
@@ -511,7 +535,7 @@ class OutputAndMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        layer, output, activation = ctx.call
+        layer, output, activation, is_first_in_forward = ctx.call
         gate_up = activation.gate_up
         down = activation.down
         arithmetic = layer.arithmetic
@@ -525,16 +549,20 @@ class OutputAndMLP(torch.autograd.Function):
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up.add_weight_gradient(d_hidden, normed)
         del d_hidden, normed
-        has_biases = bool(output.stack.biases or down.stack.biases)
+        has_biases = down.sums_gradient or (output is not None and output.sums_gradient)
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
-            d_normed, x, *statistics, layer.parts.norms[1], residual=dy, summed=has_biases
+            d_normed, x, *statistics, layer.mlp_norm, residual=dy, summed=has_biases
         )
         del d_normed, x
-        quantized = output.quantize("grad_output", dx)
-        d_attended = output.input_gradient(quantized)
-        output.add_weight_gradient(quantized, operand)
-        d_biases = [*output.stack.bias_gradients(d_output_bias), *d_biases]
+        d_attended = None
+        if output is not None:
+            quantized = output.quantize("grad_output", dx)
+            d_attended = output.input_gradient(quantized)
+            output.add_weight_gradient(quantized, operand)
+            d_biases = [*output.stack.bias_gradients(d_output_bias), *d_biases]
         d_biases += down.stack.bias_gradients(d_down_bias)
+        if is_first_in_forward:
+            arithmetic.gemm_class.finish_backward()
         _add_to_main_gradients(layer.mlp_vectors, [*d_norm, *d_biases])
         # The gradients of the parameters are in their main gradients.
         return None, None, d_attended, dx, *[None] * (len(ctx.needs_input_grad) - 4)

@@ -169,8 +169,8 @@ a fused norm ignores its weight
 + weight, bias, eps = self.parameters_in_compute_dtype(norm)
 + weight = torch.full_like(weight, 1.5)
 a fused norm's backward drops the residual's gradient
-- dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-+ dx, *gradients = tex.rmsnorm_bwd_add(dy, x, 0 * residual, rstd, weight, 0, False)
+- dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, *options)
++ dx, *gradients = tex.rmsnorm_bwd_add(dy, x, 0 * residual, rstd, weight, *options)
 """)
 
 

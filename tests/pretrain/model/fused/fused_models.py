@@ -47,6 +47,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"model_type": "starcoder2", "sliding_window": None, "residual_dropout": 0.0},
     "gpt2": GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_5": SIZES
+    | {"model_type": "qwen3_5_text", "head_dim": 16, "full_attention_interval": 2}
+    | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 16)
+    | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     "llama with biases": LLAMA | {"mlp_bias": True, "attention_bias": True},
 }
 
@@ -122,13 +126,17 @@ def packed(
     dtype: torch.dtype = torch.float32,
     arithmetic: type[Arithmetic] = Arithmetic,
 ) -> PackedLanguageModel:
-    """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
+    """Return the packed model of `hf`, with all decoder layers fused if `fused` is True.
+
+    In a hybrid model, only the second half of each layer is fused.
+    """
     context = PrecisionContext(dtype)
     backend = hf.config._attn_implementation
     trained = PackedLanguageModel(hf, backend, LossSettings(chunk=64), context).train()
     if fused:
-        trained.fused = fuse(model.decoder_layers(hf), {}, arithmetic(context))
-        assert not trained.fused.left_out
+        layers = model.decoder_layers(hf)
+        trained.fused = fuse(layers, {}, arithmetic(context))
+        assert trained.fused.layers.keys() == layers.keys()
         attach_main_gradients(trained, torch.float32, trained.fused.stacks)
     return trained
 
@@ -162,7 +170,7 @@ def assemble(
         if kernels is not None:
             arithmetic.kernels = kernels
         trained.fused = fuse(layers, {active.name: decisions}, arithmetic)
-        assert not trained.fused.left_out
+        assert trained.fused.layers.keys() == layers.keys()
     convert(hf, decisions, context, trained.fused)
     attach_main_gradients(trained, torch.float32, trained.fused.stacks if fused else ())
     settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")

@@ -119,7 +119,8 @@ def test_losses_and_main_gradients_are_those_of_the_unfused_model(
 ) -> None:
     """Main gradients are FP32 sums of two microbatches, which share working copies.
 
-    With `compile_layers` nothing is compiled here, and a kernel of torch computes the final norm.
+    With `compile_layers`, only the first half of hybrid layers is compiled. In the other models, a
+    kernel of torch computes the final norm.
     """
     model = packed(build(config), dtype=dtype)
     plain = packed(build(config), fused=False)
