@@ -40,11 +40,14 @@ _CHANGED = (
 )
 
 
-def prepare(settings: DataSettings, progress: bool = True) -> Path:
+def prepare(
+    settings: DataSettings, progress: bool = True, *, reports_existing: bool = False
+) -> Path:
     """Return the folder of the packs that `settings` describe. Make packs that do not exist yet.
 
     All processes may call this function. The first process locks the packs and makes them. The
-    other processes wait for the lock, and then find that the packs exist.
+    other processes wait for the lock, and then find that the packs exist. With `reports_existing`,
+    also print a line about each source whose packs exist and whose text has not changed.
 
     Raises InputError if settings or text cannot be used, if the disk is full, or if several
     processes have to make packs on a file system without locks.
@@ -65,6 +68,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             say(summary(manifest), progress)
         elif progress and _has_changed(source):
             say(f"{source.packs}: {_CHANGED}")
+        elif reports_existing:
+            say(f"{source.packs}: these packs are already prepared with these settings")
     return settings.packs
 
 

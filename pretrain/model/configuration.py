@@ -138,8 +138,8 @@ def _check_effects(
             )
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError(
-            "`model.config.router_aux_loss_coef` requires the router loss; set "
-            "`model.config.output_router_logits: true`"
+            "`model.config.router_aux_loss_coef` has no effect without the router loss; either set "
+            "`model.config.output_router_logits: true`, or remove it"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     is_changed = not changes.keys().isdisjoint(("rope_parameters", "rope_scaling"))

@@ -291,9 +291,8 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def is_mixture(model: PreTrainedModel) -> bool:
     """Return True if the model is a mixture of experts."""
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-    return has_experts or "router_logits" in recorded
+    return has_experts or bool(routing.routers_of(model))
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

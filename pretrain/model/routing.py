@@ -43,11 +43,12 @@ STARVED = 0.1
 
 def check(hf: PreTrainedModel) -> None:
     """Raise InputError if `hf` has no routers, or no load-balancing loss that is supported."""
-    if not _routers(hf) or _balancing_loss(hf) is None:
+    if not routers_of(hf) or _balancing_loss(hf) is None:
         raise InputError(
             f"`model.config.output_router_logits: true` requires a router loss, but "
             f"{type(hf).__name__} has no load-balancing loss on router logits that is supported; "
-            "set `model.config.output_router_logits: false`"
+            "set `model.config.output_router_logits: false`, and remove "
+            "`model.config.router_aux_loss_coef` if it is set"
         )
 
 
@@ -64,7 +65,7 @@ class Routing:
     """
 
     def __init__(self, hf: Any) -> None:
-        self.routers = _routers(hf)
+        self.routers = routers_of(hf)
         self._hf = hf
         self.coefficient: float | None = None
         if self.routers and getattr(hf.config, "output_router_logits", None):
@@ -247,7 +248,7 @@ def _keep_logits(index: int, router: nn.Module, inputs: Any, output: Any) -> Non
     router.router_logits = output[index] if isinstance(output, tuple) else output
 
 
-def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
+def routers_of(hf: PreTrainedModel) -> dict[nn.Module, int]:
     """Return a dict from each router, in order, to the index of the logits in its output.
 
     The attribute `_can_record_outputs` of transformers has the class of the routers and the index.

@@ -24,7 +24,7 @@ from packing.chunks import Counts, read_chunk, require_documents
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
-from packing.store import find_splits, notes_of, open_packs, unprepared
+from packing.store import find_splits, notes_of, open_packs
 from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
@@ -93,10 +93,7 @@ def tokenizer_command(options: argparse.Namespace) -> None:
 def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
     settings = load_data(options.recipe)
-    already_prepared = not unprepared(settings)
-    folder = prepare(settings)
-    if already_prepared:
-        say(f"{folder}: these packs are already prepared with these settings")
+    folder = prepare(settings, reports_existing=True)
     for note in notes_of(cast(Packs, open_packs(settings, "train"))):
         say(note)
     print(folder)

@@ -400,6 +400,9 @@ def test_commands_read_the_data_section_of_a_recipe_with_overrides(run: Callable
     assert "train.steps" in run("prepare", "recipe.yaml", "train.steps=3", status=2)
     assert "already prepared" not in run("prepare", "recipe.yaml")
     assert "packs: these packs are already prepared" in run("prepare", "recipe.yaml")
+    Path("corpus.jsonl").touch()
+    answer = run("prepare", "recipe.yaml")
+    assert CHANGED in answer and "already prepared" not in answer
     printed = run("inspect", "recipe.yaml")
     assert "packs: ArrowPacks of 128 tokens" in printed
     assert re.search(r"  fill +\d+\.\d\d %\n", printed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from accelerate import Accelerator
 
 from packing.batch import StepBatches, build_microbatch
 from pretrain.metrics.health import Health
+from pretrain.model.huggingface import build_on_meta, is_mixture
 from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import HealthSettings, ModelSettings
+from tests.pretrain.optimizer.test_model_types import small_config
 from tests.pretrain.small_models import build_model, plain_copy, random_packs
 
 MIXTURE = {"num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -116,3 +119,21 @@ def test_starved_experts_are_counted_and_reported(accelerator: Accelerator) -> N
     (warning,) = health.warnings_of(1, 0.0, 31, losses)
     assert "router_aux_loss_coef" in warning
     assert not list(health.warnings_of(2, 0.0, 31, losses))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("nemotron_h", {}, False),
+        ("nemotron_h", {"layer_types": ["linear_attention", "moe"]}, True),
+        ("granitemoehybrid", {"num_local_experts": 0}, False),
+        ("granitemoehybrid", {}, True),
+        ("qwen3_moe", {}, True),
+    ],
+)
+def test_a_model_without_experts_is_no_mixture(
+    kind: str, changes: dict[str, Any], expected: bool
+) -> None:
+    config = small_config(kind)
+    config.update(changes)
+    assert is_mixture(build_on_meta(config)) == expected
