@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,10 +109,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
 
 def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a line with the values that are equal in all rows, and tables of the other columns.
+    """Return a sentence with the values that are equal in all rows, and tables of other columns.
 
     Columns that do not fit into WIDTH are in another table, which also begins with the first
-    column. With a single row, no value is moved to the line. With several rows, a column that has
+    column. With a single row, no value is in the sentence. With several rows, a column that has
     only unknown values is omitted.
     """
     first_column, *columns = zip(header, *rows, strict=True)
@@ -126,7 +127,7 @@ def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         if table([*parts[-1], column]).index("\n") > WIDTH:
             parts.append([first_column])
         parts[-1].append(column)
-    shared = [f"Equal in all rows: {', '.join(equal)}."] if equal else []
+    shared = [textwrap.fill(f"Equal in all rows: {', '.join(equal)}.", WIDTH)] if equal else []
     return "\n\n".join([*shared, *map(table, parts)])
 
 

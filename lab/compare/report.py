@@ -60,7 +60,7 @@ class Report:
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
-        parts = [self.seeds.answer()]
+        parts = [fill(self.seeds.answer(), WIDTH)]
         # If each group has a single run, the answer already has all results over seeds.
         if len(self.seeds.results) < len(self.compared_runs):
             columns = self.seeds.columns()

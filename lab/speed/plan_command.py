@@ -36,14 +36,14 @@ from pretrain.settings.recipe import Recipe
 # The quantized precisions that some GPU computes.
 ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.capability]
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
-NOTES = (
-    "tokens/s: predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
+NOTES = {
+    "tokens/s": "predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
     "± 15 % on several GPUs, and with experts, recomputation or long documents",
-    "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
-    "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
+    "gain": "speed divided by the speed in BF16 with the same microbatch and configuration",
+    "packs": "microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
-    "time: all training steps, without evaluations, measurements of `log` and starts",
-)
+    "time": "all training steps, without evaluations, measurements of `log` and starts",
+}
 WITHOUT_PACKS = (
     "each pack is counted as one document, which is an upper limit of FLOPs and time, because no "
     "packs are prepared here"
@@ -71,14 +71,17 @@ def main(options: argparse.Namespace) -> int:
         "FLOPs": [flops_line(training)],
     }
     print(in_subjects(subjects), end="\n\n")
+    tables = []
     for devices in targets:
         on_devices = {
             precision: plan_on(devices, *training_and_shapes, options.config)
             for precision, training_and_shapes in trainings.items()
         }
-        print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
+        tables.append(device_table(on_devices, prices.get(devices.name)))
+        print(tables[-1], end="\n\n")
     per_parameter = units.count(training.total_tokens / training.flops.parameters)
-    notes = list(NOTES)
+    printed = "".join(tables)
+    notes = [f"{title}: {note}" for title, note in NOTES.items() if f" {title} |" in printed]
     if not training.packs:
         notes.append(WITHOUT_PACKS)
     notes.append(

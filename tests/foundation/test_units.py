@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.units import count, duration, markdown, memory, operations, three_digits
+from foundation.units import (
+    WIDTH,
+    count,
+    duration,
+    markdown,
+    memory,
+    operations,
+    tables,
+    three_digits,
+)
 
 COUNTS = {0: "0", 950: "950", 999.6: "1.00k", 47523: "47.5k", 999_999: "1.00 M", 364e6: "364 M"}
 SECONDS = {0: "0 s", 0.42: "0.42 s", 0.996: "1.0 s", 9.96: "10 s", 59.7: "1 m 00 s"}
@@ -42,3 +51,11 @@ CELLS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl
 def test_no_text_in_a_cell_changes_the_number_of_cells(cells: list[str]):
     *_, row = markdown(HEADER, [cells]).split("\n")
     assert row.replace("\\|", "").count("|") == len(HEADER) + 1
+
+
+def test_no_line_of_tables_is_wider_than_the_output():
+    header = ["run", *(f"column {index}" for index in range(40))]
+    rows = [[run, *["equal"] * 20, *[run] * 20] for run in ("first", "second")]
+    lines = tables(header, rows).splitlines()
+    assert lines[0].startswith("Equal in all rows: column 0 equal, ")
+    assert max(map(len, lines)) <= WIDTH

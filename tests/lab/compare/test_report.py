@@ -114,6 +114,17 @@ def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):
     assert f"{tmp_path.name} is not a run folder" in capsys.readouterr().err
 
 
+def test_a_wait_that_is_shown_as_zero_has_no_column(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("a", "b")]
+    assert "data wait" in " ".join("\n".join(Report.over([*map(read_run, runs)]).tables()).split())
+    for run in runs:
+        metrics = run / "metrics.jsonl"
+        metrics.write_text(
+            metrics.read_text().replace('"data_wait_ms": 1.0', '"data_wait_ms": 0.04')
+        )
+    assert "wait" not in "\n".join(Report.over([*map(read_run, runs)]).tables())
+
+
 # ── The page ──────────────────────────────────────────────────────────────────────────────────────
 
 

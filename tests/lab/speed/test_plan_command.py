@@ -65,6 +65,7 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> Non
     status, out, err = plan("data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200")
     assert (status, err) == (0, "") and "3,907 steps = 1.00 M tokens" in " ".join(out.split())
     assert "no packs are prepared here" in " ".join(out.split())
+    assert "* packs: " in out and "* tokens/s: " not in out, "tokens/s is no column of the table"
     assert table(out, "8 x B200")["bf16"]["packs"] == "1 x 1, ddp", (
         "a device gets fewer packs than the recipe's microbatch of two"
     )
