@@ -65,6 +65,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     yield results, "several-gpus", results_page.several_gpus()
     yield results, "card", results_page.card_table()
     yield DOCS / "developers/distributed.md", "lost-time", results_page.lost_time()
+    yield DOCS / "developers/speed.md", "kernels", results_page.kernels()
     content = json.loads(readers.RESULTS.read_text(encoding="utf-8"))
     yield DOCS / "serving.md", "readers", readers.table(content["rows"])
 

@@ -1,7 +1,8 @@
-"""Compute the tables of speeds in docs/developers/: other trainers, several GPUs, and the card."""
+"""Compute the tables of speeds in docs/developers/: trainers, several GPUs, the card, kernels."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from benchmarks import card
@@ -13,6 +14,33 @@ CARD = SPEEDS.parent / "cards/h200.json"
 # Columns of the card that the page shows.
 CARD_COLUMNS = ("precision", "tokens/s", "of the limit", "of step 50")
 LINK = "../../benchmarks/results/speed"
+KERNELS = SPEEDS.parent / "kernels/h200_kernels.json"
+# Mean lengths of documents in the table of kernels.
+DOCUMENTS = (180, 500, 1000, 4096)
+# Rows of the table of kernels: the label of the row, and the kernels in each of its cells.
+KERNEL_ROWS = {
+    "norm": ("norm", "norm, backward"),
+    "norm into delayed/current/block": (
+        "norm into delayed",
+        "norm into current",
+        "norm into block",
+    ),
+    "rotation": ("rotation", "rotation, backward"),
+    "rotation, backward into delayed": ("rotation, backward into delayed",),
+    "activation": ("activation", "activation, backward"),
+    "activation into delayed": ("activation into delayed", "activation, backward into delayed"),
+    "activation into current": ("activation into current", "activation, backward into current"),
+    "quantize in delayed/current/block": (
+        "quantize in delayed",
+        "quantize in current",
+        "quantize in block",
+    ),
+    "loss, without/with gradient": ("loss", "loss and gradient"),
+    "loss, gradient into delayed": ("loss and gradient into delayed",),
+    "optimizer": ("optimizer",),
+    "attention, 180/500/1000/4096 tokens": tuple(f"attention, {mean} tokens" for mean in DOCUMENTS),
+    "its backward": tuple(f"attention, {mean} tokens, backward" for mean in DOCUMENTS),
+}
 # Labels of the trainers in the table, in the order of the picture.
 TRAINER_LABELS = (
     "**this launcher**, FlashAttention-4",
@@ -102,3 +130,16 @@ def card_table() -> str:
     rows = [card.row(name, content) for name in content["ways"]]
     header = [*CARD_COLUMNS[:-1], "loss of step 50"]
     return markdown(header, [[row[place] for place in shown] for row in rows])
+
+
+def kernels() -> str:
+    """Return the table of the shares of the copy bandwidth that kernels reach, in percent."""
+    content = json.loads(KERNELS.read_text(encoding="utf-8"))
+    models: dict[str, dict[str, str]] = {}
+    for row in content["kernels"]:
+        models.setdefault(row["model"], {})[row["kernel"]] = f"{100 * row['share_of_copy']:.0f}"
+    rows = [
+        [label, *("/".join(shares.get(name, "–") for name in names) for shares in models.values())]
+        for label, names in KERNEL_ROWS.items()
+    ]
+    return markdown(["kernel", *models], rows)
