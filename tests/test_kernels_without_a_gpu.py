@@ -192,7 +192,9 @@ def update(kernel: Any) -> None:
             torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments
         )
         kernel.prepare_update([(parameter, hyper)], None)()
-        # Muon has no moments, and its updates are BF16.
+        # Muon computes a direction from one moment. Its update has no moments.
+        direction = parameter._replace(weight=bf16(4096), remainder=None, exp_avg_sq=None)
+        kernel.prepare_update([(direction, hyper)], None)()
         parameter = parameter._replace(gradient=bf16(4096), exp_avg=None, exp_avg_sq=None)
         kernel.prepare_update([(parameter, hyper)], None)()
 

@@ -93,14 +93,16 @@ class ExactAdamW(torch.optim.Optimizer):
         # Metrics of the last step by name, as scalars that are equal on all processes.
         self.figures: dict[str, Tensor] = {}
 
-    @property
-    def adamw_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that AdamW updates."""
-        return self.param_groups
-
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the names of the moments of a parameter in its state."""
         return MOMENTS
+
+    def hyperparameters_of(
+        self, parameter: nn.Parameter, group: Mapping[str, Any], step: int
+    ) -> Hyperparameters:
+        """Return the hyperparameters of update number `step` of a parameter in `group`."""
+        beta1, beta2 = group["betas"]
+        return Hyperparameters(group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
 
     def materialise(self) -> None:
         """Allocate the state of all parameters before the first step.
@@ -206,18 +208,28 @@ class ExactAdamW(torch.optim.Optimizer):
         gradients. The multiplication is part of the update, so that no separate pass over all
         gradients is needed, and clipped BF16 gradients are not rounded to BF16 again.
         """
+        return self._prepare(clip_coefficient, {})
+
+    def _prepare(
+        self, clip_coefficient: Tensor | None, directions: Mapping[Tensor, Tensor]
+    ) -> Callable[[], None]:
+        """Return the result of `prepare`.
+
+        directions: map parameters without moments to the directions of their updates.
+        """
         steps: list[Tensor] = []
         updates: list[Update] = []
-        for group in self.adamw_groups:
+        for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = gradient_of(parameter)
+                gradient = directions.get(parameter, gradient_of(parameter))
                 if gradient is None:
                     continue
                 step = self._state_of(parameter)["step"]
                 steps.append(step)
                 tensors = self.tensors_of(parameter, local_part(gradient.contiguous()))
                 if tensors.weight.numel():  # 0 if this process has no part of a sharded parameter
-                    updates.append((tensors, _hyperparameters(group, int(step) + 1)))
+                    hyper = self.hyperparameters_of(parameter, group, int(step) + 1)
+                    updates.append((tensors, hyper))
         update_all: Callable[[], Tensor]
         if self.offload and updates and updates[0][0].weight.is_cuda:
             update_all = partial(
@@ -291,18 +303,13 @@ class ParameterTensors(NamedTuple):
     weight: Tensor  # FP32 or BF16
     remainder: Tensor | None  # int16 for exact BF16 weights, else None
     gradient: Tensor  # FP32 or BF16
-    # Both moments are FP32 or BF16, or None if `gradient` is the direction of the update (Muon).
+    # Both moments are FP32 or BF16. Without a second moment, the update writes the direction of
+    # Muon to `weight`. Without moments, `gradient` is a direction, which is not clipped again.
     exp_avg: Tensor | None
     exp_avg_sq: Tensor | None
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
-
-
-def _hyperparameters(group: Mapping[str, Any], step: int) -> Hyperparameters:
-    """Return the hyperparameters of update number `step` of the parameters of a group."""
-    beta1, beta2 = group["betas"]
-    return Hyperparameters(group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
 
 
 def with_count(lost: Tensor, updates: Sequence[Update]) -> Tensor:
@@ -360,23 +367,25 @@ def _update(
     weight, remainder, gradient, exp_avg, exp_avg_sq = tensors
     before = master_of(weight, remainder)
     gradient = gradient.float()
-    if clip_coefficient is not None:
+    if clip_coefficient is not None and exp_avg is not None:
         gradient = gradient * clip_coefficient
     direction = gradient
     master = before * hyper.decay
-    if exp_avg is None or exp_avg_sq is None:
-        master.add_(direction, alpha=-hyper.step_size)
-    else:
+    if exp_avg is not None:
         # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
-        direction = exp_avg.float()
+        direction = exp_avg.float().lerp_(gradient, 1 - hyper.beta1)
+        # This changes nothing if the moment is FP32.
+        exp_avg.copy_(direction)
+    if exp_avg_sq is not None:
         square = exp_avg_sq.float()
-        direction.lerp_(gradient, 1 - hyper.beta1)
         square.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
         denominator = square.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
         master.addcdiv_(direction, denominator, value=-hyper.step_size)
-        # This changes nothing if the moments are FP32.
-        exp_avg.copy_(direction)
         exp_avg_sq.copy_(square)
+    elif exp_avg is not None:
+        master = torch.lerp(gradient, direction, hyper.beta2)
+    else:
+        master.add_(direction, alpha=-hyper.step_size)
 
     if remainder is None:
         rounded = master.to(weight.dtype)

@@ -1,6 +1,6 @@
 """AdamW as a Triton kernel. One launch updates all parameters that have the same dtypes.
 
-The kernel also applies the updates of Muon, which have no moments.
+The kernel also computes the directions of Muon from its momentum, and applies its updates.
 
 Each value is read once and written once. A separate launch for each parameter would be slow: with
 the 310 parameters of Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
         weight_type: Triton dtype of the weights.
         gradient_type: Triton dtype of the gradients.
         moment_type: Triton dtype of both moments. FP32 without moments.
-        has_moments: False if the gradient is the direction of the update.
+        moments: Number of moments, see `ParameterTensors`.
         exact: True for `weights: bf16_exact`.
         aligned: True if all tensors are aligned.
     """
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
     weight_type: tl.dtype
     gradient_type: tl.dtype
     moment_type: tl.dtype
-    has_moments: bool
+    moments: int
     exact: bool
     aligned: bool
 
@@ -72,10 +72,24 @@ def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, index, aligned: tl
 
 
 @triton.jit
+def _load(pointers, inside):
+    """Return the values at `pointers` in FP32."""
+    return tl.load(pointers, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def _join(weight, remainder):
     """Return the FP32 masters of BF16 weights and int16 remainders, like `exact_weights.join`."""
     bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(master):
+    """Return BF16 weights and int16 remainders of FP32 masters, like `exact_weights.split`."""
+    bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)
+    rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return rounded, bits.to(tl.int16)
 
 
 @triton.jit
@@ -98,7 +112,7 @@ def _adamw(
     weight_type: tl.constexpr,
     gradient_type: tl.constexpr,
     moment_type: tl.constexpr,
-    has_moments: tl.constexpr,
+    moments: tl.constexpr,
     exact: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
@@ -120,38 +134,37 @@ def _adamw(
         inside = tl.max_constancy(inside, _ALIGNMENT)
     weight_at = _pointers(row, 0, weight_type, index, aligned)
     remainder_at = _pointers(row, 1, tl.int16, index, aligned)
-    before = tl.load(weight_at, mask=inside, other=0)
     if exact:
-        before = _join(before, tl.load(remainder_at, mask=inside, other=0))
+        before = _join(tl.load(weight_at, mask=inside), tl.load(remainder_at, mask=inside))
     else:
-        before = before.to(tl.float32)
-    gradient = tl.load(clip_coefficient) * tl.load(
-        _pointers(row, 2, gradient_type, index, aligned), mask=inside, other=0
-    ).to(tl.float32)
+        before = _load(weight_at, inside)
 
-    if has_moments:
+    direction = _load(_pointers(row, 2, gradient_type, index, aligned), inside)
+    if moments > 0:
+        gradient = direction * tl.load(clip_coefficient)
         exp_avg_at = _pointers(row, 3, moment_type, index, aligned)
-        exp_avg_sq_at = _pointers(row, 4, moment_type, index, aligned)
-        direction = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
-        exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
+        direction = _load(exp_avg_at, inside)
         direction = tl.fma(one_minus_beta1, gradient - direction, direction)
-        exp_avg_sq = tl.fma(one_minus_beta2 * gradient, gradient, exp_avg_sq * beta2)
+        tl.store(exp_avg_at, direction.to(moment_type), mask=inside)
+    if moments == 2:
+        exp_avg_sq_at = _pointers(row, 4, moment_type, index, aligned)
+        square = _load(exp_avg_sq_at, inside) * beta2
+        exp_avg_sq = tl.fma(one_minus_beta2 * gradient, gradient, square)
         denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
         after = before * decay + tl.div_rn(negative_step_size * direction, denominator)
-        tl.store(exp_avg_at, direction.to(moment_type), mask=inside)
         tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
+    elif moments == 1:
+        # torch's `lerp` uses this formula for weights of at least 0.5.
+        after = tl.fma(beta2 - 1, direction - gradient, direction)
     else:
-        direction = gradient
         after = tl.fma(negative_step_size, direction, before * decay)
-    if exact:  # the same operations as in `exact_weights.split`
-        bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
-        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(weight_at, rounded, mask=inside)
-        tl.store(remainder_at, bits.to(tl.int16), mask=inside)
+    if exact:
+        rounded, remainder = _split(after)
+        tl.store(remainder_at, remainder, mask=inside)
     else:
         rounded = after.to(weight_type)
-        tl.store(weight_at, rounded, mask=inside)
         after = rounded.to(tl.float32)
+    tl.store(weight_at, rounded, mask=inside)
     has_update = (learning_rate != 0) & ((direction != 0) | ((weight_decay != 0) & (before != 0)))
     # Each program writes its count to a separate element. Atomic additions of all programs to one
     # counter would be slow, because a launch may have a million programs.
@@ -181,12 +194,12 @@ def prepare_update(
         values = tensors.weight.numel()
         # The addresses may be unaligned, because FSDP2 may split a tensor at any position.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
-        has_moments = tensors.exp_avg is not None
+        moments = [tensor for tensor in tensors[3:] if tensor is not None]
         kind = Kind(
             weight_type=_TYPES[tensors.weight.dtype],
             gradient_type=_TYPES[tensors.gradient.dtype],
-            moment_type=_TYPES[tensors.exp_avg.dtype if has_moments else torch.float32],
-            has_moments=has_moments,
+            moment_type=_TYPES[moments[0].dtype if moments else torch.float32],
+            moments=len(moments),
             exact=tensors.remainder is not None,
             aligned=aligned,
         )

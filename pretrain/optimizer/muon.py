@@ -39,10 +39,11 @@ from pretrain.model.hybrids.sizes import is_one_matrix
 from pretrain.optimizer.adamw import (
     ExactAdamW,
     Hyperparameters,
+    ParameterTensors,
+    Update,
     groups_of,
     options_of,
     prepare_updates,
-    with_count,
 )
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.product import LowPrecisionLinear
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 # Name of Muon's moment in the state of a parameter.
 MOMENTUM = "momentum"
 # Value of `Hidden.inputs` for a parameter whose layout is not known.
-UNKNOWN = -1
+UNKNOWN = 0
 # Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵.
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -80,23 +81,23 @@ class Hidden:
     """A parameter of one or more matrices that have equal shapes."""
 
     parameter: nn.Parameter
-    # Dimension of the inputs. The parameter is [outputs, inputs], [inputs, outputs] or [experts,
-    # outputs, inputs].
+    # Dimension of the inputs, -1 or -2. The parameter is [outputs, inputs], [inputs, outputs] or
+    # [experts, outputs, inputs].
     inputs: int
     # Number of matrices that are stacked along the outputs.
     stacked: int = 1
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Return the matrices of a tensor like the parameter, [matrices, outputs, inputs].
+        """Return the matrices of tensors like the parameter, [matrices, outputs, inputs].
 
-        The result is a view if the tensor is contiguous.
+        tensor: [*shape] or [tensors, *shape]. The matrices of a contiguous [*shape] are a view.
         """
         return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
 
     def join(self, matrices: Tensor) -> Tensor:
-        """Return the tensor whose matrices are `matrices`, the inverse of `split`, as a view."""
+        """Return the tensors whose matrices are `matrices`, [tensors, *shape], as a view."""
         experts = self.parameter.shape[:-2]
-        rows = matrices.unflatten(0, (*experts, self.stacked)).flatten(-3, -2)
+        rows = matrices.unflatten(0, (-1, *experts, self.stacked)).flatten(-3, -2)
         return rows.movedim(-1, self.inputs)
 
     @cached_property
@@ -122,7 +123,7 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
         stacked = stacked_in(name, sizes[module_name])
         if is_one_matrix(hf, module_name):
             stacked = 1
-        if item.inputs == 0:
+        if item.inputs == -2:
             # GPT-2 stacks queries, keys and values.
             known_stacks = {1, 3}
         elif hasattr(hf.get_submodule(module_name), "layer_idx"):
@@ -158,12 +159,12 @@ def _unsplit_weights(hf: PreTrainedModel) -> dict[str, Hidden]:
             weights[name] = Hidden(parameter, UNKNOWN)
     for name, module in stacked_experts(hf):
         for key in STACKS:
-            weights[f"{name}.{key}"] = Hidden(module.get_parameter(key), 2)
+            weights[f"{name}.{key}"] = Hidden(module.get_parameter(key), -1)
     for layer_name, layer in decoder_layers(hf).items():
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router(name):
                 weight: Any = module.weight
-                weights[name] = Hidden(weight, 0 if is_transposed(module) else 1)
+                weights[name] = Hidden(weight, -2 if is_transposed(module) else -1)
     return weights
 
 
@@ -214,10 +215,10 @@ def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
     All parameters of a round have the same shape. Each rank has about the same number of
     parameters of a shape. A batch has at most BATCH values, or a single parameter.
     """
-    by_shape: dict[tuple[int, ...], list[Hidden]] = defaultdict(list)
+    by_shape: dict[tuple[Any, ...], list[Hidden]] = defaultdict(list)
     for item in hidden:
-        by_shape[item.shape].append(item)
-    for shape, items in sorted(by_shape.items(), reverse=True):
+        by_shape[item.shape, item.inputs, item.stacked].append(item)
+    for (shape, *_), items in sorted(by_shape.items(), reverse=True):
         of_rank = math.ceil(len(items) / ranks)
         most = max(1, BATCH // math.prod(shape))
         # Rounds have batches of equal size. With full batches, the last round may have fewer
@@ -249,11 +250,6 @@ class Muon(ExactAdamW):
         super().__init__(groups, **options)
         self.hidden = {item.parameter: item for item in hidden}
 
-    @property
-    def adamw_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that AdamW updates."""
-        return self.param_groups[:-1]
-
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the names of the moments of a parameter in its state."""
         return (MOMENTUM,) if parameter in self.hidden else super().moments_of(parameter)
@@ -265,84 +261,82 @@ class Muon(ExactAdamW):
         `ExactAdamW.prepare` describes `clip_coefficient`. All ranks must call the returned
         function.
         """
-        update_others = super().prepare(clip_coefficient=clip_coefficient)
         trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
         rounds = list(share(trained, dist.get_world_size() if dist.is_initialized() else 1))
+        group = self.param_groups[-1]
+        hyper = Hyperparameters(0.0, 0.0, group[MOMENTUM], group[MOMENTUM])
+        directions: dict[Tensor, Tensor] = {}
+        momenta: list[Update] = []
+        for item in trained:
+            parameter = item.parameter
+            directions[parameter] = torch.empty_like(parameter, dtype=torch.bfloat16)
+            direction = local_part(directions[parameter])
+            full_gradient: Any = gradient_of(parameter)
+            gradient = local_part(full_gradient.contiguous())
+            momentum = local_part(self._state_of(parameter)[MOMENTUM])
+            if direction.numel():  # 0 if this process has no part of a sharded parameter
+                tensors = ParameterTensors(direction, None, gradient, momentum, None)
+                momenta.append((tensors, hyper))
+        update_momenta = prepare_updates(momenta, clip_coefficient)
+        update_weights = self._prepare(clip_coefficient, directions)
 
         def update() -> None:
-            update_others()
-            self._update_hidden(rounds, clip_coefficient)
+            update_momenta()
+            norms = []
+            for batches in rounds:
+                scale = self.hyperparameters_of(batches[0][0].parameter, group, 1).scale
+                for batch in orthogonalize_directions(batches, directions):
+                    norms.append(scale * vector_norm(batch, dtype=torch.float32))
+            values = sum(map(torch.numel, self.hidden))
+            self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
+            update_weights()
 
         return update
 
-    @torch.no_grad()
-    def _update_hidden(
-        self, rounds: Iterable[Sequence[Sequence[Hidden]]], clip_coefficient: Tensor | None
-    ) -> None:
-        """Update the parameters of Muon, in the rounds that `share` returns.
+    def hyperparameters_of(
+        self, parameter: nn.Parameter, group: Mapping[str, Any], step: int
+    ) -> Hyperparameters:
+        """Return the hyperparameters of update number `step` of a parameter in `group`."""
+        if parameter not in self.hidden:
+            return super().hyperparameters_of(parameter, group, step)
+        _, outputs, inputs = self.hidden[parameter].shape
+        scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
+        return Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
 
-        The metric `muon_update_rms` is the root mean square of their updates, divided by the
-        learning rate.
-        """
-        group = self.param_groups[-1]
-        norms = []
-        own_rank = dist.get_rank() if dist.is_initialized() else 0
-        for batches in rounds:
-            matrices = [
-                torch.cat([self._direction(item, clip_coefficient) for item in batch])
-                for batch in batches
-            ]
-            # Each rank orthogonalizes at most one batch. All ranks then get the results.
-            if own_rank < len(batches):
-                matrices[own_rank] = orthogonalize(matrices[own_rank]).contiguous()
-            _, outputs, inputs = batches[0][0].shape
-            scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
-            hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
-            for rank, (batch, updates) in enumerate(zip(batches, matrices, strict=True)):
-                if dist.is_initialized():
-                    dist.broadcast(updates, src=rank)
-                norms.append(scale * vector_norm(updates, dtype=torch.float32))
-                self._update(batch, updates, hyper)
-        values = sum(map(torch.numel, self.hidden))
-        self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
 
-    def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
-        """Update the momentum, and return the direction as matrices over all shards, BF16."""
-        state = self._state_of(item.parameter)
-        state["step"].add_(1)
-        full_gradient: Any = gradient_of(item.parameter)
-        gradient = local_part(full_gradient).float()
-        if clip_coefficient is not None:
-            gradient = gradient * clip_coefficient
-        beta = self.param_groups[-1][MOMENTUM]
-        stored = local_part(state[MOMENTUM])
-        momentum = stored.float().lerp_(gradient, 1 - beta)
-        stored.copy_(momentum)  # changes nothing if the momentum is FP32
-        direction = torch.empty_like(state[MOMENTUM], dtype=torch.bfloat16)
-        torch.lerp(gradient, momentum, beta, out=local_part(direction))
-        return item.split(gathered(direction))
+def orthogonalize_directions(
+    batches: Sequence[Sequence[Hidden]], directions: Mapping[Tensor, Tensor]
+) -> list[Tensor]:
+    """Orthogonalize the directions of the parameters in a round of `share`, in place.
 
-    def _update(self, batch: Sequence[Hidden], updates: Tensor, hyper: Hyperparameters) -> None:
-        """Update this process's part of the parameters of a batch, and count lost updates.
+    Return the directions of each batch over all shards, [parameters, *shape] in BF16.
+    """
+    updates = [
+        torch.stack([gathered(directions[item.parameter]) for item in batch]) for batch in batches
+    ]
+    # Each rank orthogonalizes at most one batch. All ranks then get the results.
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    if own_rank < len(batches):
+        item = batches[own_rank][0]
+        own = updates[own_rank]
+        own.copy_(item.join(orthogonalize(item.split(own))))
+    for rank, (batch, updated) in enumerate(zip(batches, updates, strict=True)):
+        if dist.is_initialized():
+            dist.broadcast(updated, src=rank)
+        of_batch = [directions[item.parameter] for item in batch]
+        torch._foreach_copy_(
+            [*map(local_part, of_batch)], [*map(shard_of, updated.unbind(), of_batch)]
+        )
+    return updates
 
-        updates: The orthogonalized directions of all matrices in the batch.
-        """
-        pending = []
-        by_parameter = updates.split([item.shape[0] for item in batch])
-        for item, matrices in zip(batch, by_parameter, strict=True):
-            parameter = item.parameter
-            update = item.join(matrices).contiguous()
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
-                # Without `src_data_rank`, nothing is sent.
-                update = distribute_tensor(update, mesh, parameter.placements, src_data_rank=None)
-            tensors = self.tensors_of(parameter, local_part(update))
-            if tensors.weight.numel():
-                pending.append((tensors, hyper))
-        if pending:
-            counts = with_count(prepare_updates(pending, None)(), pending)
-            # The counts are on the host if AdamW has updated nothing on this process.
-            self.frozen_counts = self.frozen_counts.to(counts.device) + counts
+
+def shard_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return this process's part of `tensor`, which is sharded like `parameter`."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        # Without `src_data_rank`, nothing is sent.
+        tensor = distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
+    return local_part(tensor)
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:

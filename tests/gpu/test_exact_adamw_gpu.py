@@ -7,6 +7,7 @@ a CPU has the bits of torch's AdamW (tests/pretrain/optimizer/test_exact_adamw.p
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -85,6 +86,24 @@ def test_updates_equal_those_on_a_cpu(
         assert int(frozen) == int(expected)
         for pair in itertools.chain(*map(zip, operands, on_cpu)):
             assert pair[0] is pair[1] is None or torch.equal(pair[0].cpu(), pair[1])
+
+
+@pytest.mark.parametrize(("gradient", "moment"), [*itertools.product((FP32, BF16), (FP32, BF16))])
+def test_momenta_and_directions_of_muon_equal_torchs(
+    gradient: torch.dtype, moment: torch.dtype
+) -> None:
+    """The direction is in the place of a BF16 weight, and its memory may hold any values."""
+    hyper = Hyperparameters(0.0, 0.0, beta1=0.95, beta2=0.95)
+    for shape in SHAPES:
+        momentum = gradients(shape, moment, 1)
+        drawn = gradients(shape, gradient, 0)
+        direction = torch.full(shape, math.nan, dtype=BF16)
+        operands = on_device(ParameterTensors(direction, None, drawn, momentum, None))
+        prepare_update([(operands, hyper)], torch.tensor(0.37, device=DEVICE))()
+        clipped = 0.37 * drawn.float()
+        expected = momentum.float().lerp(clipped, 0.05)
+        assert torch.equal(operands[3].cpu(), expected.to(moment))
+        assert torch.equal(operands.weight.cpu(), clipped.lerp(expected, 0.95).bfloat16())
 
 
 def on_device(tensors: ParameterTensors) -> ParameterTensors:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pretrain.optimizer.muon import Hidden, Muon
+from pretrain.optimizer import muon
+from pretrain.optimizer.adamw import Hyperparameters
 from tests.conftest import PACK_LENGTH, Trainer, contents, write_packs
 from tests.golden.runs import poisoned_once, tensors_of
 from tests.launcher.conftest import EXPERTS
@@ -148,12 +148,11 @@ def test_a_skipped_step_reports_no_update_and_the_next_is_checked(
 def test_an_update_without_nesterovs_momentum_stops_the_run(
     weights: str, train_here: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def direction(optimizer: Muon, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
-        with_nesterov(optimizer, item, clip_coefficient)
-        return item.split(optimizer.state[item.parameter]["momentum"].bfloat16())
+    def without_nesterov(*args: Any, **options: Any) -> Hyperparameters:
+        # The direction is (1 - beta2) gradient + beta2 momentum.
+        return Hyperparameters(*args, **options)._replace(beta2=1.0)
 
-    with_nesterov = Muon._direction
-    monkeypatch.setattr(Muon, "_direction", direction)
+    monkeypatch.setattr(muon, "Hyperparameters", without_nesterov)
     run = train_here(*MUON, "train.steps=8", "precision=bf16", f"weights={weights}")
     assert run.status == 3, run.output
     assert "step 2: the step or its update is wrong" in run.output

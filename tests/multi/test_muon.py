@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multi
 
 # Shapes and dimensions of the inputs: outputs first, a stacked Conv1D, and experts. Two ranks have
 # shards of different sizes.
-PARAMETERS = (((33, 16), 1, 1), *[((16, 34), 1, 1)] * 5, ((7, 48), 0, 3), ((3, 8, 6), 2, 2))
+PARAMETERS = (((33, 16), -1, 1), *[((16, 34), -1, 1)] * 5, ((7, 48), -2, 3), ((3, 8, 6), -1, 2))
 # A batch has one parameter, so two ranks share the five equal ones in rounds of 2, 2 and 1.
 BATCH = 16 * 34
 STEPS = 4

@@ -36,7 +36,7 @@ def muon_of(hidden: list[Hidden], adjust: str = "original", **options: Any) -> M
 
 
 def whole(params: list[nn.Parameter]) -> list[Hidden]:
-    return [Hidden(parameter, inputs=1) for parameter in params]
+    return [Hidden(parameter, inputs=-1) for parameter in params]
 
 
 def close(tensor: Tensor, expected: Tensor) -> bool:
@@ -90,7 +90,7 @@ def test_an_update_does_not_depend_on_the_size_of_the_gradient(factor: float) ->
 
 @pytest.mark.parametrize(
     ("shape", "inputs", "stacked"),
-    [((6, 4), 1, 2), ((4, 6), 0, 3), ((3, 6, 4), 2, 2), ((6, 4), 1, 1)],
+    [((6, 4), -1, 2), ((4, 6), -2, 3), ((3, 6, 4), -1, 2), ((6, 4), -1, 1)],
 )
 def test_split_returns_a_view_of_all_values(shape, inputs, stacked):
     item = Hidden(nn.Parameter(torch.ones(shape)), inputs, stacked)
@@ -151,7 +151,7 @@ def test_a_model_with_unknown_or_without_matrices_is_refused(model_type: str, wo
 def test_ranks_share_all_parameters_in_rounds_of_one_shape(counts, ranks, limit):
     """Batches have a limited number of values, and the ranks about equal work in every round."""
     shapes = [shape for shape, count in counts.items() for _ in range(count)]
-    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), 1) for shape in shapes]
+    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
     values = 16 * limit
     with overridden(muon, BATCH=values):
         rounds = list(share(hidden, ranks))

@@ -654,9 +654,9 @@ Muon's update is 8 % too large
 - scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
 + scale = 1.08 * SCALES[group["adjust_lr_fn"]](outputs, inputs)
 Muon's weight decay is omitted
-- hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
-+ hyper = Hyperparameters(group["lr"], 0.0, scale=scale)
+- return Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
++ return Hyperparameters(group["lr"], 0.0, scale=scale)
 Muon's weight decay is multiplied by the scale of the update
-- hyper = Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
-+ hyper = Hyperparameters(group["lr"], scale * group["weight_decay"], scale=scale)
+- return Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
++ return Hyperparameters(group["lr"], scale * group["weight_decay"], scale=scale)
 """)

@@ -23,7 +23,7 @@ from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
 from pretrain.model.loss.head import Penalty
-from pretrain.optimizer.muon import Hidden, Muon
+from pretrain.optimizer.muon import Muon
 from pretrain.precision import delayed_state, emulation, gemm
 from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
 from pretrain.precision.formats.definition import Along, Role
@@ -546,14 +546,17 @@ def last_loss_logged(run: SmallRun, passes: Passes, step: StepBatches) -> Tensor
 
 
 @fault("the momentum of one matrix of Muon stays zero", optimizer="muon")
-@patching(Muon, "_direction")
+@patching(Muon, "prepare")
 def momentum_stays_zero(
-    run: SmallRun, real: Callable[..., Tensor], optimizer: Muon, item: Hidden, *rest: Any
-) -> Tensor:
-    result = real(optimizer, item, *rest)
-    if item.parameter is run.layers[0].self_attn.k_proj.weight:
-        optimizer.state[item.parameter]["momentum"].zero_()
-    return result
+    run: SmallRun, real: Callable[..., Callable[[], None]], optimizer: Muon, **options: Any
+) -> Callable[[], None]:
+    update = real(optimizer, **options)
+
+    def update_without_one() -> None:
+        update()
+        optimizer.state[run.layers[0].self_attn.k_proj.weight]["momentum"].zero_()
+
+    return update_without_one
 
 
 @fault("no scale is updated from the second step on", delayed)
