@@ -110,8 +110,7 @@ def by_kernel(states: list[Tensor], sizes: Sequence[int], spare: int = 0) -> dic
         ([80, 1, 33, 64], Heads(4, 2, 16), True),
         ([17, 2, 70], Heads(3, 1, 32), False),
         ([64, 65], Heads(2, 2, 64), True),
-        ([1, 63, 65, 130], Heads(3, 1, 64), False),
-        ([1, 63, 65, 130], Heads(4, 2, 128), False),
+        ([1, 63, 65, 130], Heads(2, 1, 64), False),
     ],
     ids=str,
 )
