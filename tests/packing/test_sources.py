@@ -9,7 +9,9 @@ import io
 import json
 import lzma
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,16 @@ UNREADABLE: Unreadable = [
 ]
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Set Python's default, because torch.compile raises the limit of a process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 @pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=lambda v: str(v)[:30])
 def test_a_file_that_cannot_be_read_is_named_with_a_remedy(
     name: str, content: bytes, message: str, tmp_path: Path
