@@ -9,7 +9,8 @@ differ only in white space, one is written. Each package contributes about --lim
 most, so that no package dominates. The hash of a folder's name decides if its files are held out.
 The output is corpus.jsonl, held_out.jsonl, sample.jsonl (a part of the corpus, to train the
 tokenizer) and corpus.json. The last file has the archives with their hashes, and the bytes of each
-language.
+language. All packages are in Debian's section main, so their licences are free. Each archive has
+its own.
 """
 
 from __future__ import annotations
