@@ -166,6 +166,11 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 f"`model.config.model_type`: transformers has no model type {name!r}"
                 f"{_nearest(name, CONFIG_MAPPING)}"
             )
+        if f"{name}_text" in CONFIG_MAPPING:
+            raise InputError(
+                f"`model.config.model_type: {name}` reads more than text; set `model_type: "
+                f"{name}_text`"
+            )
         kind = CONFIG_MAPPING[name]
     else:
         stored = _stored_config(settings)

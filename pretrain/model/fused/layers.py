@@ -244,10 +244,10 @@ class FusedLayers:
         """
         count = len(self.layers.keys() - self.left_out.keys())
         reasons = Counter(self.left_out.values())
-        not_fused = "".join(f"; {count} not fused: {reason}" for reason, count in reasons.items())
+        rest = "".join(f"; {count} not completely: {reason}" for reason, count in reasons.items())
         is_kept = self.arithmetic.keeps_rotated and count
         kept = ", queries and keys kept for backward" if is_kept else ""
-        return f"{count} of {count + len(self.left_out)} layers{kept}{not_fused}"
+        return f"{count} of {count + len(self.left_out)} layers{kept}{rest}"
 
 
 def stacked_linears(

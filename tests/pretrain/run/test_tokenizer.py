@@ -69,8 +69,8 @@ def test_a_token_that_the_tokenizer_lacks_is_accepted(kind: str, special: dict) 
 
 def test_a_model_without_a_vocabulary_at_the_top_gets_no_key_of_it() -> None:
     """A configuration of text and images has the vocabulary in `text_config`."""
-    given = {"model_type": "gemma3", "text_config": {"vocab_size": 640}}
-    default = load_config(ModelSettings(config={"model_type": "gemma3"}))
+    given = {"model_type": "llava", "text_config": {"vocab_size": 640}}
+    default = load_config(ModelSettings(config={"model_type": "llava"}))
     values = tokens_of(DEMO, given, default)
     assert "vocab_size" not in values and values["text_config"] == {"vocab_size": 640}
     load_config(ModelSettings(config=values))

@@ -52,6 +52,7 @@ def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
     before = [layer.forward for layer in decoder_layers(hf).values()]
     fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(torch.float32)))
     assert not fused.layers
+    assert fused.describe().startswith("0 of 2 layers; 2 not completely: ")
     assert all(reason in text for text in fused.left_out.values())
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
 
