@@ -127,6 +127,15 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
     assert "documents: the tokens of a document change hidden states of the next one" in run.output
 
 
+def test_experts_whose_roundings_depend_on_other_tokens_pass_parity(
+    recipe_of: Callable, start_here: Callable[..., Finished], tmp_path: Path
+) -> None:
+    recipe = recipe_of("nemotron_h")
+    recipe["model"]["config"] = {"layer_types": ["linear_attention", "moe"], "n_routed_experts": 32}
+    run = start_here(recipe, tmp_path, "train.steps=1")
+    assert run.status == 0, run.output
+
+
 # ── Kernels of fla-core, which cannot run on a CPU ───────────────────────────────────────────
 
 
