@@ -5,7 +5,7 @@
 Every fault of `faults.py` is made in every precision that can have it, with and without fused
 layers. A fault of the update is also made for every way of storing weights. The audit and parity
 run first, then two training steps with the check of the update. Correct models of 4, 12 and 28
-layers and of four architectures must pass. This takes an hour on two idle cores. The exit status is
+layers and of four architectures must pass. This takes half an hour on two cores. The exit status is
 1 if a fault is not caught or a correct model is rejected.
 
 `--results FILE` keeps each result, so that an interrupted command continues. `--write` also writes
