@@ -19,7 +19,7 @@ help:
 	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
 	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (1.5 minutes)"
 	@echo "make test     install the test requirements and run the tests (about 6 minutes on 2 cores)"
-	@echo "make nightly  run the slow tests, and inject every fault in every precision (more than an hour on 2 cores)"
+	@echo "make nightly  run the slow tests, and inject every fault in every precision (half an hour on 2 cores)"
 	@echo "make install  create .venv only"
 	@echo "make gpu      create .venv for NVIDIA GPUs with Python 3.12, compile Transformer Engine, check each precision"
 	@echo "make speed-table  on a GPU, after make gpu: measure this launcher beside other trainers, pinned in PEERS"
