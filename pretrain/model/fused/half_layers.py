@@ -9,8 +9,7 @@ implementation. But their MLP is that of Llama. `HalfFusedLayer` fuses it, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.formulas import ACTIVATIONS
-from pretrain.model.fused.layers import LLAMA_MLP, FusedLayer, full_name, stacked_linears
+from pretrain.model.fused.layers import (
+    LLAMA_MLP,
+    FusedLayer,
+    full_name,
+    mixed_stack,
+    stacked_linears,
+)
 
 # Full names of the layer classes, whose MLP may be a mixture of experts.
 _CLASSES = (
@@ -28,16 +33,16 @@ _CLASSES = (
 )
 
 
-def can_fuse_mlp(name: str, layer: Any, low_precision: Iterable[AbstractSet[str]]) -> bool:
+def can_fuse_mlp(name: str, layer: Any, low_precision: Iterable[Collection[str]]) -> bool:
     """Return True if a HalfFusedLayer can replace the forward of a decoder layer.
 
     See `assess_layer` for the arguments.
     """
     if full_name(layer) not in _CLASSES or not hasattr(layer.mlp, "gate_proj"):
         return False
-    stack = {f"{name}.{member}" for member in LLAMA_MLP["mlp.gate_up_proj"]}
-    have_one_precision = all(stack <= low or stack.isdisjoint(low) for low in low_precision)
-    return have_one_precision and layer.mlp.config.hidden_act in ACTIVATIONS[True]
+    if mixed_stack(name, LLAMA_MLP, low_precision):
+        return False
+    return layer.mlp.config.hidden_act in ACTIVATIONS[True]
 
 
 class FirstHalf(GradientCheckpointingLayer):

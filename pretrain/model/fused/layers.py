@@ -193,10 +193,23 @@ def assess_layer(name: str, layer: Any, low_precision: Iterable[Collection[str]]
     # The configuration keys of the dropout of the residual branches, in GPT-2 and in StarCoder2.
     if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
         return "they have dropout"
-    for low, stack in itertools.product(low_precision, parts.stacks.values()):
+    if stack := mixed_stack(name, parts.stacks, low_precision):
+        members = ", ".join(member.rpartition(".")[2] for member in stack)
+        return f"their {members} would be one fused product, but have different precisions"
+    return None
+
+
+def mixed_stack(
+    name: str, stacks: Mapping[str, Iterable[str]], low_precision: Iterable[Collection[str]]
+) -> Iterable[str] | None:
+    """Return a stack of which some linear layers are in low precision and others are not, or None.
+
+    `stacks` maps the names of stacked products to the names of their linear layers in the decoder
+    layer. See `assess_layer` for the other arguments.
+    """
+    for low, stack in itertools.product(low_precision, stacks.values()):
         if len({f"{name}.{member}" in low for member in stack}) > 1:
-            members = ", ".join(member.rpartition(".")[2] for member in stack)
-            return f"their {members} would be one fused product, but have different precisions"
+            return stack
     return None
 
 
