@@ -71,17 +71,17 @@ def main(options: argparse.Namespace) -> int:
         "FLOPs": [flops_line(training)],
     }
     print(in_subjects(subjects), end="\n\n")
-    tables = []
+    printed: set[str] = set()
     for devices in targets:
         on_devices = {
             precision: plan_on(devices, *training_and_shapes, options.config)
             for precision, training_and_shapes in trainings.items()
         }
-        tables.append(device_table(on_devices, prices.get(devices.name)))
-        print(tables[-1], end="\n\n")
+        text, titles = device_table(on_devices, prices.get(devices.name))
+        print(text, end="\n\n")
+        printed |= titles
     per_parameter = units.count(training.total_tokens / training.flops.parameters)
-    printed = "".join(tables)
-    notes = [f"{title}: {note}" for title, note in NOTES.items() if f" {title} |" in printed]
+    notes = [f"{title}: {note}" for title, note in NOTES.items() if title in printed]
     if not training.packs:
         notes.append(WITHOUT_PACKS)
     notes.append(
@@ -136,8 +136,10 @@ def fits(plan: Plan) -> bool:
     return plan.takes(plan.expected_microbatch) <= plan.devices.memory / (1 - KEPT_FREE)
 
 
-def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
-    """Return a heading, a table of the precisions, the fastest first, and remarks.
+def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, set[str]]:
+    """Return a text and the titles of its columns.
+
+    The text is a heading, a table of the precisions, the fastest first, and remarks.
 
     plans: maps each precision to the plan in it. The plans are for the same devices.
     price: dollars for an hour of one device, or None.
@@ -161,13 +163,16 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     lines = [
         f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {card.source}"
     ]
+    titles = set()
     if rows:
         rows.sort(key=lambda row: row[0], reverse=True)
         columns = zip(COLUMNS, *(cells for _, cells in rows), strict=True)
         # For example, the dollars are unknown without a price.
-        lines.append(table([column for column in columns if {*column[1:]} != {UNKNOWN}]))
+        known = [column for column in columns if {*column[1:]} != {UNKNOWN}]
+        titles = {column[0] for column in known}
+        lines.append(table(known))
     lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
-    return "\n".join(lines)
+    return "\n".join(lines), titles
 
 
 def _row(
