@@ -318,8 +318,8 @@ def orthogonalize_directions(
     own_rank = dist.get_rank() if dist.is_initialized() else 0
     if own_rank < len(batches):
         item = batches[own_rank][0]
-        own = updates[own_rank]
-        own.copy_(item.join(orthogonalize(item.split(own))))
+        matrices = updates[own_rank]
+        matrices.copy_(item.join(orthogonalize(item.split(matrices))))
     for rank, (batch, updated) in enumerate(zip(batches, updates, strict=True)):
         if dist.is_initialized():
             dist.broadcast(updated, src=rank)

@@ -382,8 +382,8 @@ def _with_scores(
 ) -> LayerMemory:
     """Add the attention scores to the memory of a layer, if plain torch computes caps or sinks.
 
-    The scores are in FP32. `Scores.attend` keeps the probabilities, and with a cap also the result
-    of tanh. Backward needs a gradient of the scores and the gradient from which it is computed.
+    The scores are in FP32. For backward, `Scores.attend` keeps the probabilities, and with a cap
+    also the result of tanh. Backward holds two gradients with the size of the scores.
     """
     if not flops.changed_scores or attention not in ("packed_sdpa", "packed_documents"):
         return memory

@@ -248,9 +248,10 @@ class Arithmetic:
         return weight, biases[0] if biases else None, eps
 
     def factors(self, norm: Any, weight: Tensor) -> Tensor:
-        """Return the factors by which a norm multiplies, for its weight in the compute dtype.
+        """Return the factors by which `norm` multiplies: `weight`, or 1 + weight in FP32.
 
-        In transformers, 1 + weight is not rounded to the compute dtype.
+        `weight` is the weight of `norm` in the compute dtype. Like transformers, this function does
+        not round 1 + weight to the compute dtype.
         """
         return 1 + weight.float() if is_zero_centered(norm) else weight
 
@@ -263,8 +264,8 @@ class Arithmetic:
         or root mean squares, FP32. mean has the means, FP32, or is None for an RMSNorm. Both are
         arguments of `norm_backward`.
         """
-        weight, *others = self.parameters_in_compute_dtype(norm)
-        y, rstd, mean = self.kernels.norm.norm(x, self.factors(norm, weight), *others)
+        weight, bias, eps = self.parameters_in_compute_dtype(norm)
+        y, rstd, mean = self.kernels.norm.norm(x, self.factors(norm, weight), bias, eps)
         return product.quantize("input", y), rstd, mean
 
     def norm_backward(

@@ -1,10 +1,9 @@
 """List the supported hybrid models, and keep packed documents apart in their layers.
 
-A hybrid model has layers with a state, in place of attention or beside it. For example, three of
-four layers of Qwen3.5 compute a gated delta rule. The state, and the short convolution before it,
-would carry information from a packed document to the next one. In transformers' modules,
-`separate_documents` replaces the functions with a state. The new functions begin each document with
-an empty state:
+A hybrid model has layers with a state. For example, three of four layers of Qwen3.5 compute a gated
+delta rule instead of attention. Its state, and the short convolution before it, would pass from a
+packed document to the next one. `separate_documents` replaces transformers' functions for states
+and convolutions. The new functions begin each document with an empty state:
 
     separate_documents(hf)
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,

@@ -9,8 +9,8 @@ The functions have two arguments before those of transformers' functions:
 * `plain`: transformers' function.
 * `ends`: the boundaries of the documents, like `cu_seqlens` of `pretrain.model.attention`.
 
-The row of a microbatch has T tokens. Tensors with a value for each token are [1, T, ...], except
-for the input and the output of a convolution, [1, channels, T].
+T is the number of tokens of a microbatch. Tensors have the shape [1, T, ...]. The input and the
+output of a convolution have the shape [1, channels, T].
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def softmax_loss(
         logits: Logits of each token, [n, vocabulary], FP32 or BF16, contiguous.
         labels: Target of each token, [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
-        statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`, from which
-            the FP8 codes of the gradient are computed. Omit them if no codes are needed.
+        statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`.
+            `quantized_softmax_gradient` computes FP8 codes from them. Omit them otherwise.
         change: Change of the logits before softmax.
         with_gradient: True to overwrite the logits with their gradient. Without a change, this is
             softmax - one_hot(label).
