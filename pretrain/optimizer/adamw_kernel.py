@@ -235,37 +235,32 @@ def _prepare_launch(
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
-    first_programs = table[:, 6]
-    ends = torch.cat([first_programs[1:], table.new_full((1,), programs)])
     # With `output_size`, the host does not wait for the device.
-    tensor_of = torch.repeat_interleave(ends - first_programs, output_size=programs)
+    tensor_of = torch.repeat_interleave(-(-table[:, 5] // BLOCK), output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
-    numbers = {
-        "decay": hyper.decay,
-        "beta2": hyper.beta2,
-        "bias_correction2_sqrt": hyper.bias_correction2_sqrt,
-        "eps": hyper.eps,
-        "learning_rate": hyper.learning_rate,
-        "weight_decay": hyper.weight_decay,
-    }
-    numbers |= {
-        "one_minus_beta1": 1 - hyper.beta1,
-        "one_minus_beta2": 1 - hyper.beta2,
-        "negative_step_size": -hyper.step_size,
-    }
-    # The numbers are converted to float, because Triton would compile separate kernels for the
-    # integers 0 and 1.
-    arguments = {name: float(number) for name, number in numbers.items()} | kind._asdict()
+    numbers = (
+        hyper.decay,
+        1 - hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        hyper.bias_correction2_sqrt,
+        hyper.eps,
+        -hyper.step_size,
+        hyper.learning_rate,
+        hyper.weight_decay,
+    )
 
     def launch() -> Tensor:
         with torch.cuda.device_of(frozen):
             _adamw[(programs,)](
-                table=table,
-                tensor_of=tensor_of,
-                frozen=frozen,
-                clip_coefficient=coefficient,
-                **arguments,
-                block=BLOCK,
+                table,
+                tensor_of,
+                frozen,
+                coefficient,
+                # Triton would compile separate kernels for the integers 0 and 1.
+                *map(float, numbers),
+                *kind,
+                BLOCK,
                 num_warps=WARPS,
                 enable_fp_fusion=False,
             )
