@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,21 +263,21 @@ class Muon(ExactAdamW):
         function.
         """
         trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
-        rounds = list(share(trained, dist.get_world_size() if dist.is_initialized() else 1))
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rounds = [[*map(_with_directions, batches)] for batches in share(trained, ranks)]
         group = self.param_groups[-1]
         hyper = Hyperparameters(0.0, 0.0, group[MOMENTUM], group[MOMENTUM])
         directions: dict[Tensor, Tensor] = {}
         momenta: list[Update] = []
-        for item in trained:
-            parameter = item.parameter
-            directions[parameter] = torch.empty_like(parameter, dtype=torch.bfloat16)
-            direction = local_part(directions[parameter])
-            full_gradient: Any = gradient_of(parameter)
-            gradient = local_part(full_gradient.contiguous())
-            momentum = local_part(self._state_of(parameter)[MOMENTUM])
-            if direction.numel():  # 0 if this process has no part of a sharded parameter
-                tensors = ParameterTensors(direction, None, gradient, momentum, None)
-                momenta.append((tensors, hyper))
+        for items, stack in chain(*rounds):
+            for item, direction in zip(items, stack, strict=True):
+                directions[item.parameter] = direction
+                if direction.numel():  # 0 if this process has no part of a sharded parameter
+                    full_gradient: Any = gradient_of(item.parameter)
+                    gradient = local_part(full_gradient.contiguous())
+                    momentum = local_part(self._state_of(item.parameter)[MOMENTUM])
+                    tensors = ParameterTensors(direction, None, gradient, momentum, None)
+                    momenta.append((tensors, hyper))
         update_momenta = prepare_updates(momenta, clip_coefficient)
         update_weights = self._prepare(clip_coefficient, directions)
 
@@ -284,9 +285,9 @@ class Muon(ExactAdamW):
             update_momenta()
             norms = []
             for batches in rounds:
-                scale = self.hyperparameters_of(batches[0][0].parameter, group, 1).scale
-                for batch in orthogonalize_directions(batches, directions):
-                    norms.append(scale * vector_norm(batch, dtype=torch.float32))
+                scale = self.hyperparameters_of(batches[0][0][0].parameter, group, 1).scale
+                for updates in orthogonalize_directions(batches):
+                    norms.append(scale * vector_norm(updates, dtype=torch.float32))
             values = sum(map(torch.numel, self.hidden))
             self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
             update_weights()
@@ -304,39 +305,50 @@ class Muon(ExactAdamW):
         return Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
 
 
-def orthogonalize_directions(
-    batches: Sequence[Sequence[Hidden]], directions: Mapping[Tensor, Tensor]
-) -> list[Tensor]:
-    """Orthogonalize the directions of the parameters in a round of `share`, in place.
+# Parameters that one process orthogonalizes, and this process's parts of their directions.
+Batch = tuple[Sequence[Hidden], Tensor]
 
-    Return the directions of each batch over all shards, [parameters, *shape] in BF16.
+
+def _with_directions(items: Sequence[Hidden]) -> Batch:
+    """Return a batch with memory for the directions, BF16 [parameters, *shape]."""
+    part = local_part(items[0].parameter)
+    return items, part.new_empty((len(items), *part.shape), dtype=torch.bfloat16)
+
+
+def orthogonalize_directions(batches: Sequence[Batch]) -> list[Tensor]:
+    """Orthogonalize the directions of a round in place.
+
+    Return the updates of each batch over all shards, [parameters, *shape] in BF16.
     """
-    updates = [
-        torch.stack([gathered(directions[item.parameter]) for item in batch]) for batch in batches
-    ]
+    updates = [_gathered(*batch) for batch in batches]
     # Each rank orthogonalizes at most one batch. All ranks then get the results.
     own_rank = dist.get_rank() if dist.is_initialized() else 0
     if own_rank < len(batches):
-        item = batches[own_rank][0]
+        item = batches[own_rank][0][0]
         matrices = updates[own_rank]
         matrices.copy_(item.join(orthogonalize(item.split(matrices))))
-    for rank, (batch, updated) in enumerate(zip(batches, updates, strict=True)):
+    for rank, ((items, directions), updated) in enumerate(zip(batches, updates, strict=True)):
         if dist.is_initialized():
             dist.broadcast(updated, src=rank)
-        of_batch = [directions[item.parameter] for item in batch]
-        torch._foreach_copy_(
-            [*map(local_part, of_batch)], [*map(shard_of, updated.unbind(), of_batch)]
-        )
+        if updated is not directions:
+            for item, direction, update in zip(items, directions, updated, strict=True):
+                parameter: Any = item.parameter
+                mesh = parameter.device_mesh
+                # Without `src_data_rank`, nothing is sent.
+                update = distribute_tensor(update, mesh, parameter.placements, src_data_rank=None)
+                direction.copy_(local_part(update))
     return updates
 
 
-def shard_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's part of `tensor`, which is sharded like `parameter`."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        # Without `src_data_rank`, nothing is sent.
-        tensor = distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
-    return local_part(tensor)
+def _gathered(items: Sequence[Hidden], directions: Tensor) -> Tensor:
+    """Return directions over all shards. Without shards, return `directions` itself."""
+    if not isinstance(items[0].parameter, DTensor):
+        return directions
+    specs: list[Any] = [item.parameter for item in items]
+    parts = zip(directions, specs, strict=True)
+    return torch.stack(
+        [gathered(DTensor(part, like._spec, requires_grad=False)) for part, like in parts]
+    )
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:
