@@ -208,6 +208,12 @@ def experts(kernel: Any) -> None:
     kernel.combine_backward(bf16(TOKENS, HIDDEN), rows, place, weights)
 
 
+def orthogonalization(kernel: Any) -> None:
+    tall = torch.zeros(2, 512, 256, dtype=torch.half)
+    for matrices in (tall, tall.mT.contiguous().mT):
+        kernel.newton_schulz(matrices, (3.0, 4.0, 5.0))
+
+
 LAUNCHES = {
     "model.attention_kernel": attention,
     "model.experts_kernel": experts,
@@ -216,6 +222,7 @@ LAUNCHES = {
     "model.fused.rotary_kernel": rotation,
     "model.loss.softmax_kernel": loss,
     "optimizer.adamw_kernel": update,
+    "optimizer.muon_kernel": orthogonalization,
 }
 
 
@@ -250,7 +257,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
     assert not any(gpu.spilled.values()), gpu.spilled
 
 
-INTERPRETED = ["kernels", "kernel_table", "attention", "triton_arithmetic", "exact_adamw"]
+INTERPRETED = ["kernels", "kernel_table", "attention", "triton_arithmetic", "exact_adamw", "muon"]
 
 
 @pytest.mark.parametrize(

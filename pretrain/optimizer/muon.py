@@ -5,7 +5,7 @@ matrix that is close to its momentum. A step computes, in FP32 unless noted:
 
     momentum  = β momentum + (1 - β) gradient
     direction = β momentum + (1 - β) gradient           (Nesterov)
-    update    = orthogonalize(direction)                in BF16
+    update    = orthogonalize(direction)                in BF16 or FP16
     weight    = (1 - rate · decay) weight - rate · scale · update
 
 These are the operations of torch.optim.Muon in the same order. Weights are stored as by
@@ -191,23 +191,43 @@ def stacked_in(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return a nearly orthogonal matrix for each of the matrices, BF16 [matrices, outputs, inputs].
+    """Return a nearly orthogonal matrix for each of the matrices, [matrices, outputs, inputs].
 
     Newton-Schulz steps in BF16 move all singular values to between about 0.7 and 1.2. Those below
-    about a thousandth of the norm stay smaller.
+    about a thousandth of the norm stay smaller. On Hopper and Blackwell GPUs, steps of large
+    matrices are in FP16.
     """
     x = matrices.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
     # The largest singular value must be at most 1. The norm is at least as large.
-    x = x / vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+    norms = vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    if _uses_kernel(x):
+        # Imported here because a machine without a GPU may lack Triton.
+        from pretrain.optimizer.muon_kernel import newton_schulz
+
+        x = torch.div(x, norms, out=torch.empty_like(x, dtype=torch.float16))
+        x = newton_schulz(x.mT, COEFFICIENTS).mT
+    else:
+        x = x / norms
+        a, b, c = COEFFICIENTS
+        for _ in range(STEPS):
+            gram = x @ x.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if is_tall else x
+
+
+def _uses_kernel(x: Tensor) -> bool:
+    """Return True if the Triton kernel is faster than torch for wide matrices `x`.
+
+    The kernel has no partial tiles. Other GPUs have too little shared memory for its tiles.
+    """
+    _, outputs, inputs = x.shape
+    if not x.is_cuda or outputs < 768 or outputs % 256 or inputs % 64:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
