@@ -37,7 +37,7 @@ SUMMED = {4: 8, 2: 6}
 # The latter are in inverse proportion to the FP32 peak.
 ATTENTION = {
     "packed_fa4": (0.72, 1.7e-9),
-    "packed_triton": (0.33, 0.5e-9),
+    "packed_triton": (0.45, 0.7e-9),
     "packed_varlen": (0.52, 3.8e-9),
     "packed_cudnn": (0.6, 2.0e-9),
     "packed_dense": (0.79, 2.8e-9),  # cuDNN in other trainers, for packs of one document

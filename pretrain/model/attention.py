@@ -67,13 +67,13 @@ from pretrain.settings.recipe import Attention
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
-# is at most SHORT. The mean is weighted: it is the mean over all tokens of the length of the
-# token's document. On an H100, our kernels were faster than the others at 545 tokens, and 9 %
-# slower than FlashAttention-4 at 913 tokens. SHORT is about where the times cross if they grow
-# linearly. With heads of 128 values, training steps did not become faster, so these heads are not
-# supported (benchmarks/results/kernels/h100_short_documents.json).
-SHORT = 768
+# Mean document lengths up to which these backends are slower than our kernels, on Hopper and with
+# heads of MEASURED_HEADS values. `varlen` is always slower. The mean is weighted: it is the mean
+# over all tokens of the length of the token's document. On an H200, FlashAttention-4 took the same
+# time at 1,178 tokens (benchmarks/results/kernels/h200_triton_attention.json). cuDNN was 5 to 14 %
+# slower at 1,670 tokens, and 7 to 16 % faster at 4,096 (h200_kernels.json).
+SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048}
+MEASURED_HEADS = (64, 128)
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
@@ -749,14 +749,14 @@ def _missing_cudnn() -> str | None:
 # Major compute capabilities from Ampere on.
 _SINCE_AMPERE = range(8, 100)
 # The backend for each value of `model.attention`. `auto` takes the first one that can run, but
-# skips `triton` if documents are long. In transformers, `flash_attn` is called `packed_fa4`,
-# because transformers loads its own kernels for names that contain "flash".
+# tries `triton` before the first one that is slower (SLOWER_UP_TO). In transformers, `flash_attn`
+# is called `packed_fa4`, because transformers loads its own kernels for names with "flash".
 BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         "packed_triton",
         "cuda",
-        dict.fromkeys(_SINCE_AMPERE, (16, 32, 64)),
-        "an sm_80 GPU or newer, and heads of 16, 32 or 64 values",
+        dict.fromkeys((9, 10), (64, 128)),
+        "an sm_90 or sm_100 GPU, and heads of 64 or 128 values",
     ),
     # The speed was measured on Hopper only. Smaller heads, and on data-centre Blackwell heads
     # between 128 and 256 values, have not been measured.
@@ -819,21 +819,19 @@ def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
     """Return the attention backend for a case and for documents of a mean length.
 
     Return the requested backend, which `refusal_of` has checked. If `requested` is "auto", return
-    the first backend of BACKENDS that can run. The parity check at the start of a run tests the
-    results of the backend.
+    the fastest one that can run. The parity check at the start of a run tests the results of the
+    backend.
 
     mean_length: mean over all tokens of the length of the token's document.
     """
     if requested != "auto":
         return Choice(BACKENDS[requested].name, "requested")
-    # Our Triton kernels were measured to be the fastest for these heads on Hopper.
-    has_measured_heads = case.device_type == "cuda" and case.gpu[0] == 9 and case.head_dim == 64
-    triton_is_fastest = has_measured_heads and mean_length <= SHORT
-    names = [name for name in BACKENDS if name != "triton" or triton_is_fastest]
+    names = [name for name in BACKENDS if name != "triton"]
+    if case.device_type == "cuda" and case.gpu[0] == 9 and case.head_dim in MEASURED_HEADS:
+        is_slower = [mean_length <= SLOWER_UP_TO.get(name, mean_length) for name in names]
+        names.insert(is_slower.index(True), "triton")
     # The reason for the choice, and then the obstacles of faster backends.
     reasons = ["fastest that runs here"]
-    if triton_is_fastest:
-        reasons = ["fastest that runs here for short documents"]
     for name in names:
         reason = obstacle(name, case)
         if reason is None:
