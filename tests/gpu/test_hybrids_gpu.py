@@ -64,7 +64,7 @@ def test_documents_of_a_pack_are_trained_separately(
     total = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
     for name, parameter in plain.named_parameters():
         difference = (gradients[name] - parameter.grad).norm()
-        assert difference <= tolerance * (2 * parameter.grad.norm() + 0.2 * total), name
+        assert difference <= tolerance * (2 * parameter.grad.norm() + 0.5 * total), name
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.01), (torch.bfloat16, 0.02)])
