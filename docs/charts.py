@@ -1,4 +1,4 @@
-"""Draw the pictures of measured speeds and losses: speed.svg, loss.svg and evidence.svg."""
+"""Draw the pictures of measured speeds and losses: speed, loss, length and evidence.svg."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from docs.drawing import FAINT, INK, WIDTH
-from docs.evidence_page import ESTIMATE, LABELS, LOSSES, Cost, Row, measured_rows
+from docs.evidence_page import (
+    ESTIMATE,
+    LABELS,
+    LOSSES,
+    Cost,
+    Row,
+    measured_rows,
+    t_half_width,
+)
 from lab.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
+    CONFIDENCE,
     EQUIVALENT,
     MARGIN,
     WITHIN_MARGIN,
     WORSE,
+    LossDifference,
 )
 
 SPEEDS = LOSSES.parent / "speed"
@@ -140,6 +150,58 @@ def loss() -> Figure:
         axes.set_xlim(0, 575)
     title = "Qwen3 112M on code and prose, mean of 3 seeds"
     figure.text(0.02, 0.955, title, weight="bold", fontsize=10.5)
+    return figure
+
+
+# The study of the picture of costs over lengths, and the color of each precision.
+LENGTHS = LOSSES / "h200_length_14m.jsonl"
+LINES = {"delayed": PRECISIONS["FP8"], "delayed+head": "#D55E00"}
+
+
+def costs_by_length(precision: str, key: str) -> dict[int, tuple[float, float]]:
+    """Map tokens per parameter to the mean of a loss above BF16's in percent, and its half-width.
+
+    key: "held_out_loss" or "training_loss".
+    """
+    lines = [json.loads(line) for line in LENGTHS.read_text(encoding="utf-8").splitlines()]
+    losses: dict[str, dict[int, dict[int, float]]] = {"bf16": {}, precision: {}}
+    for run in lines:
+        if run.get("precision") in losses:
+            by_length = losses[run["precision"]].setdefault(run["tokens_per_parameter"], {})
+            by_length[run["seed"]] = run[key]
+    costs = {}
+    for length, by_seed in losses[precision].items():
+        base = losses["bf16"][length]
+        percent = {seed: 100 * (loss / base[seed] - 1) for seed, loss in by_seed.items()}
+        difference = LossDifference(percent, 100.0)
+        costs[length] = difference.mean, t_half_width(difference, 1 - CONFIDENCE)
+    return costs
+
+
+def length() -> Figure:
+    """Return the costs of FP8 over tokens per parameter, in held-out and training loss."""
+    figure = Figure(figsize=(WIDTH, 3.1))
+    panels = {"held_out_loss": (0.09, "held-out loss"), "training_loss": (0.57, "training loss")}
+    for key, (begin, title) in panels.items():
+        panel = figure.add_axes((begin, 0.16, 0.41, 0.6))
+        panel.axhspan(-PERCENT, PERCENT, color="#EAF3E3")
+        panel.axhline(0, color=INK, linewidth=0.8)
+        for side, (precision, color) in zip((0.97, 1.03), LINES.items(), strict=True):
+            costs = costs_by_length(precision, key)
+            means, halves = zip(*costs.values(), strict=True)
+            places = [side * tokens for tokens in costs]
+            label = LABELS[precision]
+            panel.errorbar(places, means, halves, fmt="o-", color=color, markersize=4, label=label)
+        panel.set_xscale("log")
+        panel.set_xticks([*costs], map(str, costs))
+        panel.minorticks_off()
+        panel.set_ylim(-0.3, 0.62)
+        panel.set_title(f"{title}, % above BF16", loc="left", fontsize=9.5)
+        panel.set_xlabel("tokens per parameter")
+    handles = panel.get_legend_handles_labels()
+    figure.legend(*handles, loc="upper left", bbox_to_anchor=(0, 0.945), ncols=2, frameon=False)
+    title = "Qwen3 14M, 4 seeds (at 20: 3), 95 % intervals"
+    figure.text(0.02, 0.945, title, weight="bold", fontsize=10.5)
     return figure
 
 

@@ -42,6 +42,7 @@ def outputs() -> Iterator[tuple[Path, str]]:
     for name, draw in {
         "speed": charts.speed,
         "loss": charts.loss,
+        "length": charts.length,
         "evidence": charts.evidence,
         "exact_weights": diagrams.exact_weights,
         "packing": diagrams.packing,
