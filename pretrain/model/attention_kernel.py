@@ -313,6 +313,8 @@ def attend_backward(
     # Rows of a descriptor begin at a multiple of 16 bytes.
     row_length = triton.cdiv(len(q), 4) * 4
     log2_sums, dots = log_sums.new_empty(2, q.shape[1], row_length)
+    # The kernel multiplies these values by 0. They must not be NaN.
+    dots[:, len(q) :] = 0
     arguments = _arguments(QUERY_GRADIENT, q, k, scale)
     pack, step = arguments["pack"], arguments["step"]
     _differentiate_queries[_grid(q, pack)](

@@ -222,10 +222,13 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _uses_kernel(x: Tensor) -> bool:
     """Return True if the Triton kernel is faster than torch for wide matrices `x`.
 
-    The kernel has no partial tiles. Other GPUs have too little shared memory for its tiles.
+    The kernel has no partial tiles, and reads one matrix after another. The matrices that a single
+    parameter of GPT-2 stacks are interleaved. Other GPUs have too little shared memory.
     """
-    _, outputs, inputs = x.shape
+    matrices, outputs, inputs = x.shape
     if not x.is_cuda or outputs < 768 or outputs % 256 or inputs % 64:
+        return False
+    if matrices > 1 and x.stride(0) < outputs * inputs:
         return False
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 

@@ -96,8 +96,11 @@ def by_kernel(states: list[Tensor], sizes: Sequence[int], spare: int = 0) -> dic
     """Return the results of the Triton kernel by name, as in `reference`."""
     q, k, v, d_output = states
     bounds = attention.document_bounds(offsets(sizes, spare), len(q))
+    # New memory is filled with NaN.
+    torch.use_deterministic_algorithms(True)
     output, log_sums = attend(q, k, v, bounds, SCALE)
     gradients = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
+    torch.use_deterministic_algorithms(False)
     results = dict(zip(RESULTS, (output, *gradients), strict=True))
     assert all(result.is_contiguous() for result in results.values())
     return results | {"log_sums": log_sums}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pretrain.optimizer.muon import COEFFICIENTS
+from pretrain.optimizer.muon import COEFFICIENTS, Hidden, orthogonalize
 from pretrain.optimizer.muon_kernel import newton_schulz
 from tests.gpu.conftest import DEVICE, relative_error
 
@@ -37,3 +37,20 @@ def test_two_steps_at_once_are_more_accurate_than_bf16(
     result = newton_schulz(x, COEFFICIENTS)
     assert result.stride() == x.stride()
     assert relative_error(result, in_fp64(x.double())) < 0.005
+
+
+@pytest.mark.parametrize("parameters", [1, 2])
+def test_stacked_matrices_of_gpt2_are_orthogonalized(
+    parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of one parameter has interleaved matrices."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    item = Hidden(nn.Parameter(torch.empty(768, 2304)), -2, stacked=3)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(parameters, 768, 2304, generator=generator).bfloat16().to(DEVICE)
+    matrices = item.split(directions)
+    result = orthogonalize(matrices)
+    exact = matrices.double()
+    exact /= exact.norm(dim=(-2, -1), keepdim=True)
+    assert relative_error(result, in_fp64(exact.mT).mT) < 0.02
