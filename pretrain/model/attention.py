@@ -71,7 +71,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # heads of MEASURED_HEADS values. `varlen` is always slower. The mean is weighted: it is the mean
 # over all tokens of the length of the token's document. On an H200, FlashAttention-4 took the same
 # time at 1,178 tokens (benchmarks/results/kernels/h200_triton_attention.json). cuDNN was 5 to 14 %
-# slower at 1,670 tokens, and 7 to 16 % faster at 4,096 (h200_kernels.json).
+# slower at 1,670 tokens (h200_kernels.json). No training was measured above 1,533 tokens.
 SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048}
 MEASURED_HEADS = (64, 128)
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if

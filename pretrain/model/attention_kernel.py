@@ -32,9 +32,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 SIZE = 64
 # For each kernel and head size: number of rows that a program loads in a step of its loop, and
 # number of steps whose loads overlap. These values were the fastest on an H200 for documents of 180
-# tokens (benchmarks/results/kernels/h200_triton_attention.json). A step must not have as many rows
-# as a head has values: from the second step on, Triton 3.6 then computed wrong results for two
-# heads in a tile.
+# tokens (benchmarks/results/kernels/h200_triton_attention.json). A step of FORWARD must not have as
+# many rows as a head has values. If a tile then has two heads, ptxas 12.8 of Triton 3.6 keeps the
+# queries and the probabilities in the same registers, and later steps are wrong (13.4 does not).
 FORWARD = {64: {"step": 32, "stages": 3}, 128: {"step": 32, "stages": 3}}
 QUERY_GRADIENT = {64: {"step": 32, "stages": 3}, 128: {"step": 64, "stages": 3}}
 KEY_VALUE_GRADIENT = {64: {"step": 32, "stages": 3}, 128: {"step": 64, "stages": 2}}
