@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foundation.errors import InputError, require_package
+from foundation.errors import InputError
 from foundation.settings import flatten
 from lab.compare.columns import figures_of
 from lab.compare.comparison import ComparedRun, machine_of
@@ -69,12 +69,11 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
-    """Raise InputError unless a page can be drawn, and `path` may be overwritten by it.
+    """Raise InputError unless `path` may be overwritten by a page.
 
     A path may be overwritten if it does not exist, if it is an empty file, or if it is a file that
     contains WRITTEN_BY. The message begins with `named`, the option that sets `path`.
     """
-    require_package("plotly", "report", f"{named} {path}: a page with curves")
     if not path.exists():
         return
     content = path.read_bytes() if path.is_file() else b"a folder"

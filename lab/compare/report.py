@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
-from foundation.errors import InputError
+from foundation.errors import InputError, require_package
 from foundation.files import replace_file
 from foundation.units import WIDTH
 from lab.compare.columns import figures_of, tables_of
@@ -95,6 +95,7 @@ def main(options: argparse.Namespace) -> int:
                 f"--out {options.out}: the name of the page must end in .html; choose such a name "
                 "(to save the tables, redirect the output with `> tables.md`)"
             )
+        require_package("plotly", "report", f"--out {options.out}: a page with curves")
         check_replaceable(options.out)
     # If a folder is given twice, the report contains its run only once.
     runs = list({path.resolve(): read_run(path) for path in folders}.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 from foundation.signals import StopRequest
@@ -21,9 +22,16 @@ from lab.experiments.matrix_run import launch_of, report_stop, run_all, say
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
+NO_PAGE = (
+    "The page with curves needs the package plotly: run `pip install plotly`, and then this "
+    "command again."
+)
+
 
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
+
+    Without the package plotly, no page is written.
 
     The first run in the tables is the baseline. All other finished and halted cells follow, the
     best cell first. If a halted cell were omitted, the mean over the other seeds with the same
@@ -44,8 +52,11 @@ def write_report(matrix: Matrix) -> str:
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
     report = Report.over(runs, [*vary, "data.fingerprint", "schedule.warmup", "schedule.decay"])
     page = page_of(matrix)
-    report.write(page)
-    parts = [*report.tables(), f"Written: {page}"]
+    written = NO_PAGE
+    if find_spec("plotly"):
+        report.write(page)
+        written = f"Written: {page}"
+    parts = [*report.tables(), written]
     evaluated = [run for run in runs if "held_out_loss" in run.summary]
     has_one_seed = len(report.seeds.results) == len(runs)
     if has_one_seed and evaluated and all(same_held_out(evaluated[0], run) for run in evaluated):

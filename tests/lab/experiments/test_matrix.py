@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from lab.experiments import matrix_run
-from lab.experiments.matrix import write_report
+from lab.experiments.matrix import NO_PAGE, page_of, write_report
 from lab.experiments.matrix_run import (
     StartedCell,
     devices_of,
@@ -130,7 +131,7 @@ def test_a_second_command_of_a_matrix_is_pointed_to_at_once(matrix, tmp_path, ca
 # ── The report ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_finished_cells_are_ranked_by_held_out_loss(matrix):
+def test_finished_cells_are_ranked_by_held_out_loss(matrix, monkeypatch: pytest.MonkeyPatch):
     rates = [0.01, 0.02, 0.03]
     loaded = matrix(axes={"optimizer.learning_rate": rates, "weights": ["fp32", "bf16"]})
     assert "There is no report" in write_report(loaded)
@@ -143,6 +144,11 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
     text = write_report(loaded)
     assert text.startswith(f"Lowest held-out loss: 2.2500, {names[1]}.\n")
     assert text.endswith(f"Not finished, and so not in this report: {', '.join(names[4:])}.")
+    page = page_of(loaded)
+    assert f"Written: {page}" in text
+    page.unlink()
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if the package were not installed
+    assert write_report(loaded) == text.replace(f"Written: {page}", NO_PAGE) and not page.exists()
 
 
 def test_cells_with_shortened_schedules_are_compared(matrix):
