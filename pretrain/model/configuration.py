@@ -131,6 +131,8 @@ def _check_effects(
     for key in changes:
         if not _has_effect(kind, values, key, over_source=over_source):
             near = _nearest(key, {*config_values(kind, {}), *kind.attribute_map} - {key})
+            if key == "num_hidden_layers":  # Nemotron-H counts its list of types
+                near = "; set `layer_types` to a list with the type of each layer"
             raise InputError(
                 f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
                 "key, or reads the value from other keys, such as `rope_parameters` or "
