@@ -160,9 +160,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
     card = card_called(devices.name, "--on")
     major, minor = card.capability
     memory = units.memory(card.memory)
-    lines = [
-        f"{devices}, {memory}, compute capability {major}.{minor}, speed by steps of {card.source}"
-    ]
+    lines = [f"{devices}, {memory}, compute capability {major}.{minor}"]
     titles = set()
     if rows:
         rows.sort(key=lambda row: row[0], reverse=True)
@@ -170,6 +168,8 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
         # For example, the dollars are unknown without a price.
         known = [column for column in columns if {*column[1:]} != {UNKNOWN}]
         titles = {column[0] for column in known}
+        if "gain" in titles:
+            lines[0] += f", speed by steps of {card.source}"
         lines.append(table(known))
     lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines), titles

@@ -224,8 +224,8 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
         return f"no step in {precision} was measured on such a card"
     if plan.recipe.optimizer.name == "muon":
         return "no step with Muon is predicted; with AdamW, a step is a little shorter"
-    if work.flops.state_values:
-        return "no step with layers that have a state was measured"
+    if work.flops.state_values or work.flops.changed_scores:
+        return "no speed is predicted for layers with a state, capped scores or attention sinks"
     if work.attention not in ATTENTION:
         return f"no step with the attention {work.attention} was measured"
     if plan.recipe.model.compile == "none" and not work.fused:

@@ -19,7 +19,7 @@ from pretrain.metrics.cards import CARDS, card_of
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
 from tests.conftest import ROOT
-from tests.pretrain.plan.plan_recipe import in_phases, plan_of
+from tests.pretrain.plan.plan_recipe import QWEN3, in_phases, on_meta, plan_of
 
 
 @cache
@@ -193,6 +193,7 @@ def test_layers_with_matrices_in_bf16_are_gathered_for_each_use(
 EAGER = {"source": "some/model", "compile": "none", "fused": "off"}
 FULL = {"section": {"source": "m", "gradient_checkpointing": "full"}}
 SMALL = {"batch": {"tokens": 65_536, "microbatch": 1}, "data": {"packs": "p", "length": 2048}}
+GEMMA2 = on_meta({**QWEN3, "model_type": "gemma2"})
 FEW = "no speed is predicted below 7.00 B parameters"
 
 
@@ -215,6 +216,7 @@ FEW = "no speed is predicted below 7.00 B parameters"
         ("L40S", "delayed", {"devices": Devices(4, name="L40S")}, "several cards without", None),
         ("H200", "bf16", {"devices": Devices(4, name="H200")}, "± 7 %", 0.05),
         ("H200", "delayed", {"optimizer": {"name": "muon"}}, "no step with Muon", None),
+        ("H200", "bf16", {"model": GEMMA2}, "no speed is predicted for layers with a state", None),
         ("H200", "bf16", {"section": EAGER}, "no step with layers that are neither fused", None),
         ("H200", "bf16", {"section": EAGER | {"fused": "on"}}, "± 7 %", 0.05),
         ("H200", "bf16", {"devices": Devices(4, sharded=True, name="H200")}, "± 7 %", 0.05),
