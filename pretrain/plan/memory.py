@@ -38,11 +38,16 @@ approximately the following, all in the compute dtype:
                                         and the output of the activation function
     query and key widths                queries and keys after normalisation and rotation
 
-On one H200 with Qwen3-1.7B's shape, and on four H200s with models of 8 B and 14 B parameters, the
-estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py). The estimate does
-not contain workspaces, CUDA graphs, the histories of delayed scaling, buffers of NCCL, and the mask
-of `sdpa` attention. So `batch.microbatch: auto` starts with this estimate and then tries sizes on
-the device.
+If only the MLP is fused (pretrain.model.fused.half_layers), a layer keeps these activations too,
+with two exceptions. The outputs of the norms and of attention, or of the layer with a state, are
+kept as operands. The output of the activation function is kept only in formats with scales of
+blocks, also as an operand.
+
+On one H200 with the shapes of Qwen3-1.7B and Qwen3.5, and on four H200s with models of 8 B and 14 B
+parameters, the estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py).
+The estimate does not contain workspaces, CUDA graphs, the histories of delayed scaling, buffers of
+NCCL, and the mask of `sdpa` attention. So `batch.microbatch: auto` starts with this estimate and
+then tries sizes on the device.
 """
 
 from __future__ import annotations
@@ -58,6 +63,7 @@ from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.attention import ATTENTION_KERNELS
+from pretrain.model.fused.half_layers import can_fuse_mlp
 from pretrain.model.fused.layers import Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.scores import SINKS
@@ -132,8 +138,8 @@ class LayerMemory:
     # Bytes of the unquantized weights in the compute dtype. If weights are stored in FP32, they are
     # copies.
     unquantized_weights: int
-    # True for a fused layer. A fused layer keeps its weight copies for the whole step, even if it
-    # is recomputed.
+    # True for a layer that is fused, or whose MLP is. A fused layer keeps its weight copies for the
+    # whole step, even if it is recomputed.
     fused: bool
     # True if a sharded device keeps only the quantized weights during a step. False if it also
     # gathers the unquantized weights (QUANTIZED_SHARE).
@@ -360,12 +366,11 @@ def layers_of(
     layouts = active.precision.layouts_on(devices.capability)
     unquantized = UNQUANTIZED[active.precision.compute_dtype]
     left_out = _experts_left_out(model, decisions) if flops.experts_per_token else {}
-    compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
     for index, (name, layer) in enumerate(layers.items()):
-        reason = assess_layer(name, layer, [low])
-        memory = compiled
-        if not (not_fused or reason):
+        fuses_mlp = not not_fused and can_fuse_mlp(name, layer, [low])
+        memory = compiled_layer(flops, active.precision, layouts, left_out, fuses_mlp=fuses_mlp)
+        if not (not_fused or assess_layer(name, layer, [low])):
             parts = Parts.of(layer)
             precisions = [
                 active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
@@ -415,25 +420,20 @@ def fused_layer(
     # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
     recomputed = rotated if attention in ATTENTION_KERNELS else 0
 
-    operands: list[float] = []
+    operands = [precision.operand_bytes for precision in precisions]
     unquantized = 0
     quantized_bytes = 0.0
     for precision, size in zip(precisions, sizes, strict=True):
         if isinstance(precision, QuantizedPrecision):
-            operands.append(precision.operand_bytes)
             quantized_bytes += layouts * (precision.weight_bytes or precision.operand_bytes) * size
         else:
-            operands.append(number)
             unquantized += size
     *_, gate_up, down = precisions
-    keeps_activated = isinstance(down, QuantizedPrecision) and (
-        down.block_scaled or not gate_up.quantized
-    )
+    keeps_activated = down.block_scaled or (down.quantized and not gate_up.quantized)
     # The input of the layer, and the sum of this input and the attention's output.
     kept: float = 2 * number * hidden
     # The outputs of the two norms, and their statistics.
-    kept += operands[0] * hidden + statistics
-    kept += operands[2] * hidden + statistics
+    kept += (operands[0] + operands[2]) * hidden + 2 * statistics
     # Queries, keys and values.
     kept += number * parts.heads.width
     # The output of attention, and its statistics.
@@ -475,7 +475,7 @@ def _experts_left_out(
         for key in STACKS
     }
     if not sizes:
-        return {"their weights are not stacked in the usual layout": 1.0}
+        return {"they have biases, or another layout than stacked weights": 1.0}
     shares: dict[str, float] = defaultdict(float)
     for name, size in sizes.items():
         decision = decisions.get(name)
@@ -485,37 +485,48 @@ def _experts_left_out(
 
 
 def compiled_layer(
-    flops: ModelFlops, precision: Precision, layouts: int, experts_left_out: Mapping[str, float]
+    flops: ModelFlops,
+    precision: Precision,
+    layouts: int,
+    experts_left_out: Mapping[str, float],
+    *,
+    fuses_mlp: bool = False,
 ) -> LayerMemory:
     """Return the memory of a compiled layer, as a mean over all layers of the model.
 
     flops: the FLOPs and sizes of the model.
     layouts: number of stored layouts of a quantized weight.
     experts_left_out: see `LayerMemory.experts_left_out`.
+    fuses_mlp: True if the MLP is fused, and only the rest of the layer is compiled.
     """
     shape = flops.shape
     number = precision.number_bytes
-    linears = (flops.attention_weights + flops.mlp_weights) // shape.layers
+    linears = flops.attention_weights + flops.mlp_weights
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
-    experts = flops.expert_weights // shape.layers
-    idle = flops.idle_weights // shape.layers
+    rotated *= shape.layers - flops.without_attention
+    # The activations of all layers, except for those that have the hidden width.
+    wide = (linears + flops.expert_weights) // shape.hidden + rotated + flops.state_values
     # For each expert that a token chooses, the layer keeps the input and the output of the expert.
     # The output is kept because it is multiplied by the weight from the router.
-    values = (4 + 2 * flops.experts_per_token) * shape.hidden
-    values += (linears + experts) // shape.hidden + rotated
-    values += flops.state_values // shape.layers
+    values = (4 + 2 * flops.experts_per_token) * shape.hidden + wide // shape.layers
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
-    quantized_share = 1 - sum(experts_left_out.values())
-    weights = linears + experts + idle
-    quantized = linears + (experts + idle) * quantized_share
-    is_quantized = quantized >= QUANTIZED_SHARE * weights
+    if fuses_mlp:
+        # The outputs of the norms and of the mixer, and that of the activation function.
+        operands = 2 * shape.hidden + shape.query_width
+        kept = number * (values - operands - shape.feed_forward)
+        operands += shape.feed_forward * precision.block_scaled
+        kept += round(precision.operand_bytes * operands)
+    experts = (flops.expert_weights + flops.idle_weights) // shape.layers
+    weights = linears // shape.layers + experts
+    quantized = weights - experts * sum(experts_left_out.values())
+    is_quantized = precision.quantized and quantized >= QUANTIZED_SHARE * weights
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of the kept activations
         quantized_weights=layouts * round(quantized),
         unquantized_weights=number * weights,
-        fused=False,
-        keeps_codes=precision.quantized and is_quantized,
+        fused=fuses_mlp,
+        keeps_codes=is_quantized,
         experts_left_out=experts_left_out,
     )

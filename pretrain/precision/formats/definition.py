@@ -137,6 +137,16 @@ class Precision:
         """The number of bytes of one value in `compute_dtype`."""
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
+    @property
+    def operand_bytes(self) -> float:
+        """The number of bytes of one value of an operand that backward needs."""
+        return self.number_bytes
+
+    @property
+    def block_scaled(self) -> bool:
+        """Return True if each block has a scale."""
+        return False
+
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """Return the number of layouts of a quantized operand that a device stores.
 

@@ -33,7 +33,9 @@ from tests.pretrain.plan.plan_recipe import (
 )
 
 EXACT = {"weights": "bf16_exact"}
-RUNS = json.loads((ROOT / "benchmarks/results/speed/h200_qwen2_5.json").read_text())["runs"]
+SPEED = ROOT / "benchmarks/results/speed"
+RUNS = json.loads((SPEED / "h200_qwen2_5.json").read_text())["runs"]
+QWEN3_5 = json.loads((SPEED / "h200_qwen3_5.json").read_text())["shapes"]
 LAYER = 50_331_648  # weights of one layer's linears
 LAYER_OF_8B = 218_103_808  # the same of Llama-3.1-8B
 TABLE = 151_936 * 2048  # weights of the embedding
@@ -94,6 +96,19 @@ def test_estimates_of_compiled_layers_match_measured_peaks(
 ) -> None:
     plan = plan_of(precision, weights=weights, optimizer={"gradients": gradients})
     assert plan.takes(8) / GIB == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", ["Qwen3.5-0.8B", "Qwen3.5-4B"])
+def test_estimates_of_layers_with_a_fused_mlp_match_measured_peaks(shape: str) -> None:
+    recipe = yaml.safe_load(QWEN3_5[shape]["settings"]["recipe_text"])
+    config = next(text for text in QWEN3_5[shape]["changed"] if text.startswith("model.config="))
+    model = on_meta(json.loads(config.removeprefix("model.config=")))
+    for way in QWEN3_5[shape]["ways"].values():
+        if way["ours"]:
+            changes = HEAD if "head" in way["name"] else {}
+            data = {"packs": "p", "length": recipe["data"]["length"]}
+            plan = fused(way["precision"], Devices(), model=model, data=data, **EXACT, **changes)
+            assert plan.takes(way["microbatch"]) / GIB == pytest.approx(way["memory_gib"], rel=0.05)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
