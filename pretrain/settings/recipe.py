@@ -55,7 +55,8 @@ class ModelSettings(Settings):
     """Configuration of the model as in transformers, {model_type: qwen3, ...}.
 
     With `source`, list only the keys that differ. If the model is trained from scratch, the
-    tokenizer determines vocab_size and the ids of eos, bos and pad.
+    tokenizer determines vocab_size, rounded up to a multiple of 128, and the ids of eos, bos and
+    pad.
     null: use the configuration of `source` unchanged.
     """
 
