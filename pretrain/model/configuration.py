@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     PretrainedConfig,
 )
@@ -130,8 +131,9 @@ def _check_effects(
     kind = type(config)
     for key in changes:
         if not _has_effect(kind, values, key, over_source=over_source):
-            near = _nearest(key, {*config_values(kind, {}), *kind.attribute_map} - {key})
-            if key == "num_hidden_layers":  # Nemotron-H counts its list of types
+            known = {*config_values(kind, {}), *kind.attribute_map} - {key}
+            near = _nearest(key, known)
+            if key == "num_hidden_layers" and "layer_types" in known:  # as in Nemotron-H
                 near = "; set `layer_types` to a list with the type of each layer"
             raise InputError(
                 f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
@@ -168,10 +170,10 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 f"`model.config.model_type`: transformers has no model type {name!r}"
                 f"{_nearest(name, CONFIG_MAPPING)}"
             )
-        if f"{name}_text" in CONFIG_MAPPING:
+        text = f"{name}_text"
+        if text in CONFIG_MAPPING and CONFIG_MAPPING[text] in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(
-                f"`model.config.model_type: {name}` reads more than text; set `model_type: "
-                f"{name}_text`"
+                f"`model.config.model_type: {name}` reads more than text; set `model_type: {text}`"
             )
         kind = CONFIG_MAPPING[name]
     else:

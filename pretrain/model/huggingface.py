@@ -79,11 +79,12 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
             f"`model`: {config.model_type} is no causal language model; choose another model"
         )
     problem = f"no causal language model can be built from this {type(config).__name__}"
-    remedy = (
-        "either correct this value in `model.config`, or set the keys that have no default for "
-        "this model type: `layer_types` is a list with the type of each layer, such as [conv, "
-        "full_attention], and `head_dim` is the width of a head"
-    )
+    remedy = ""
+    if getattr(config, "layer_types", "") is None:
+        remedy = (
+            "set `model.config.layer_types` to a list with the type of each layer, such as [conv, "
+            "full_attention]"
+        )
     with explaining_transformers(f"`model`: {problem}", remedy), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
