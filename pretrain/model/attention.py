@@ -23,7 +23,7 @@ operators of torch add autograd to them. In all of them, queries q and the outpu
 keys k and values v are [T, KV, D], for T tokens, H query heads, KV key heads and D values in a
 head. Attention is causal in each document, and `scale` is the factor of q k^T.
 
-`BACKENDS`, at the end of the file, has the conditions of each backend. `choose` returns the first
+`BACKENDS`, at the end of the file, has the conditions of each backend. `choose` returns the fastest
 backend that can run.
 """
 
@@ -67,13 +67,13 @@ from pretrain.settings.recipe import Attention
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# Mean document lengths up to which these backends are slower than our kernels, on Hopper and with
-# heads of MEASURED_HEADS values. `varlen` is always slower. The mean is weighted: it is the mean
-# over all tokens of the length of the token's document. On an H200, FlashAttention-4 took the same
-# time at 1,178 tokens (benchmarks/results/kernels/h200_triton_attention.json). cuDNN was 5 to 14 %
-# slower at 1,670 tokens (h200_kernels.json). No training was measured above 1,533 tokens.
-SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048}
-MEASURED_HEADS = (64, 128)
+# Mean document lengths up to which these backends are slower than our kernels. It is the mean over
+# all tokens of the length of the token's document. On an H200, FlashAttention-4 took the same time
+# within 2 % at 1,178 tokens. cuDNN took 15 to 30 % more at 1,854 tokens, and the same within 6 % at
+# 4,096, where `varlen` took 34 to 57 % more
+# (benchmarks/results/kernels/h200_triton_attention.json). No training was measured above 1,533
+# tokens.
+SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048, "varlen": 4096}
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
@@ -755,8 +755,8 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         "packed_triton",
         "cuda",
-        dict.fromkeys((9, 10), (64, 128)),
-        "an sm_90 or sm_100 GPU, and heads of 64 or 128 values",
+        {9: (64, 128)},
+        "an sm_90 GPU, and heads of 64 or 128 values",
     ),
     # The speed was measured on Hopper only. Smaller heads, and on data-centre Blackwell heads
     # between 128 and 256 values, have not been measured.
@@ -827,7 +827,8 @@ def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
     if requested != "auto":
         return Choice(BACKENDS[requested].name, "requested")
     names = [name for name in BACKENDS if name != "triton"]
-    if case.device_type == "cuda" and case.gpu[0] == 9 and case.head_dim in MEASURED_HEADS:
+    heads = BACKENDS["triton"].head_dims
+    if case.device_type == "cuda" and case.head_dim in heads.get(case.gpu[0], ()):
         is_slower = [mean_length <= SLOWER_UP_TO.get(name, mean_length) for name in names]
         names.insert(is_slower.index(True), "triton")
     # The reason for the choice, and then the obstacles of faster backends.

@@ -15,7 +15,8 @@ The kernels load tiles through tensor descriptors. On Hopper and newer GPUs, the
 loads a tile while the program computes, and the program needs no registers for addresses.
 
 Queries q and outputs are [T, H, D], and keys k and values v are [T, KV, D], for T tokens, H query
-heads, KV key heads and D values in a head. The last dimension must be contiguous. D is 64 or 128.
+heads, KV key heads and D values in a head. The last dimension must be contiguous, and all other
+strides multiples of 16 bytes. D is 64 or 128.
 """
 
 from __future__ import annotations

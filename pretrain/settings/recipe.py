@@ -63,7 +63,7 @@ class ModelSettings(Settings):
     attention: Attention = "auto"
     """Attention kernel.
 
-    triton: our kernel, for heads of 64 or 128 values.
+    triton: our kernel, on Hopper, for heads of 64 or 128 values.
     flash_attn: FlashAttention-4.
     cudnn: cuDNN in Transformer Engine, for heads of 64 or 128 values.
     varlen: FlashAttention-2 in torch.
@@ -71,8 +71,8 @@ class ModelSettings(Settings):
     sdpa: scaled_dot_product_attention with a mask.
     auto: on Hopper or Blackwell, flash_attn if its package is installed, else cudnn; on other GPUs
     varlen. On Hopper, auto prefers triton if heads have 64 or 128 values and documents are short:
-    at most 1,152 tokens in the mean over all tokens, or 2,048 without flash_attn. On a CPU, auto is
-    documents, and on other devices sdpa.
+    at most 1,152 tokens in the mean over all tokens, or 2,048 without flash_attn, or 4,096 without
+    cudnn too. On a CPU, auto is documents, and on other devices sdpa.
     On a GPU, capped scores and attention sinks need flash_attn.
     """
 

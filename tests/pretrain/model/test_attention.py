@@ -247,7 +247,8 @@ SHORT = {"mean_length": 300.0}
         # Our kernels, where they were measured to be faster.
         *(([], {"dim": dim} | SHORT, "triton") for dim in (64, 128)),
         *(([NO_FLASH], {"dim": dim, "mean_length": 2000.0}, "triton") for dim in (64, 128)),
-        ([NO_FLASH, NO_TE], {}, "triton"),
+        ([NO_FLASH, NO_TE], {"mean_length": 4096.0}, "triton"),
+        ([NO_FLASH, NO_TE], {"mean_length": 4100.0}, "varlen"),
         ([], {"dim": 96} | SHORT, "fa4"),
         ([], {"dim": 32} | SHORT, "varlen"),
         ([], {"mean_length": 1200.0}, "fa4"),
