@@ -56,7 +56,8 @@ def allowed_steps(options: argparse.Namespace, recipe: Recipe) -> range:
     if longest < minimum:
         raise InputError(
             f"--steps, or else `train.steps` in the recipe or its data, allows only {longest} "
-            f"steps per run, but {minimum} is the minimum; set --steps, or use more data"
+            f"steps per run, but {minimum} is the minimum; set --steps {minimum} or more, or use "
+            "more data"
         )
     return range(longest if options.steps else minimum, longest + 1)
 
