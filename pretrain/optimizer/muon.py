@@ -8,8 +8,10 @@ matrix that is close to its momentum. A step computes, in FP32 unless noted:
     update    = orthogonalize(direction)                in BF16 or FP16
     weight    = (1 - rate · decay) weight - rate · scale · update
 
-These are the operations of torch.optim.Muon in the same order. Weights are stored as by
-`ExactAdamW`, so BF16 weights with remainders follow the trajectory of FP32 weights.
+These are the operations of torch.optim.Muon in the same order. On Hopper and data-centre Blackwell,
+`muon_kernel` orthogonalizes large matrices in FP16 with the same coefficients, but with fewer
+multiplications. Weights are stored as by `ExactAdamW`, so BF16 weights with remainders follow the
+trajectory of FP32 weights.
 
 A stacked parameter has several matrices: one for each expert, gate and up, or queries, keys and
 values. They are found by shapes, and each one is orthogonalized separately. Several processes share
