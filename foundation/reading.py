@@ -102,7 +102,8 @@ def load_with_bases(
     file is its own base, directly or through other files.
     """
     path = Path(path)
-    values = load_yaml(path, f"if this is data and not a recipe, set data.source={path}")
+    remedy = f"if this is data, set data.source={path}; to resume a run, name its config.yaml"
+    values = load_yaml(path, remedy)
     if path.resolve() in above:
         raise InputError(
             f"{path}: this file is its own base, directly or through other files; remove one `base`"

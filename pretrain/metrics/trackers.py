@@ -228,11 +228,15 @@ def check_trackers(log: LogSettings) -> None:
     """Raise InputError if a tracker is not installed, or if Accelerate does not support it."""
     available = {"jsonl", *map(str, get_available_trackers())}
     for name in log.trackers:
-        if name not in available:
-            raise InputError(
-                f"`log.trackers`: the tracker {name!r} is not installed; run `pip install "
-                f"{name.replace('_', '-')}`, or choose from {', '.join(sorted(available))}"
-            )
+        if name in available:
+            continue
+        remedy = f"choose from {', '.join(sorted(available))}"
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise InputError(f"`log.trackers`: {name!r} is no tracker of Accelerate; {remedy}")
+        raise InputError(
+            f"`log.trackers`: the tracker {name!r} is not installed; run `pip install "
+            f"{name.replace('_', '-')}`, or {remedy}"
+        )
 
 
 def _describe(error: Exception) -> str:
