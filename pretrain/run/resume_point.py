@@ -314,14 +314,23 @@ def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> No
         return
     message = (
         f"{source.path}: the checkpoint was made by another recipe: {in_words(changes)}. To start "
-        "a new run, set another `name` or `run_dir` without --resume."
+        f"a new run, {_set_another_folder(source)}."
     )
     # The state of the other optimizer does not fit, and a finished run has no step left.
     if "optimizer.name" not in changes and source.step < job.plan.steps:
         message += " To continue with the present values, pass --accept-changes."
     if only_schedule:
-        message += " To continue with this schedule, pass an earlier checkpoint to --resume."
+        message += (
+            " To continue with this schedule, pass an earlier checkpoint to --resume, from "
+            f"{source.path.parent}."
+        )
     raise InputError(message)
+
+
+def _set_another_folder(source: ResumePoint) -> str:
+    """Return the remedy for a new run instead of a resumed one."""
+    remedy = "set another `name` or `run_dir`"
+    return remedy if source.in_run_folder else f"{remedy} without --resume"
 
 
 def require_steps_to_train(source: ResumePoint, job: Job) -> None:
@@ -347,7 +356,7 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
         raise InputError(
             f"{source.path}: the checkpoint is from step {source.step:,}, but `train` ends the run "
             f"at step {plan.steps:,}; raise the length of the run in `train`, or start a new run: "
-            "set another `run_dir`, without --resume"
+            f"{_set_another_folder(source)}"
         )
 
 

@@ -84,7 +84,7 @@ LATER = "precision=[{until: 18, use: current}, {use: bf16}]"
 OTHER = "made by another recipe: .*"
 ACCEPT = r"pass --accept-changes\.$"
 # Accepting changes is not advised if no step could follow.
-NEW_RUN = r"set another `name` or `run_dir` without --resume\.$"
+NEW_RUN = r"set another `name` or `run_dir`\.$"
 
 # Settings of the saved run, its step, settings of the present run, and words of the refusal. None
 # if the run resumes.
@@ -103,7 +103,7 @@ RESUMES: list[tuple[str, int, str, str | None]] = [
     (WSD, 10, f"{WSD} ; schedule.decay_shape=1-sqrt", None),
     (WSD, 12, f"{WSD} ; schedule.decay_shape=1-sqrt", "schedule.decay_shape "),
     (WSD, 9, f"{WSD} ; {FOR_24}", None),
-    (WSD, 12, f"{WSD} ; {FOR_24}", r"now 24.*pass an earlier checkpoint to --resume\.$"),
+    (WSD, 12, f"{WSD} ; {FOR_24}", r"now 24.*pass an earlier checkpoint to --resume, from .*"),
     # A short trial of the recipe is there.
     (
         f"{WSD} ; schedule.warmup=2 ; train.steps=3",
@@ -116,7 +116,7 @@ RESUMES: list[tuple[str, int, str, str | None]] = [
     (SHARE, 7, f"{SHARE} ; {FOR_24}", r"train.steps \(was 12, now 24\)"),
     (STEP, 12, f"{STEP} ; {FOR_24}", None),
     ("precision=current", 6, f"{LATER} ; {FOR_24}", r"precision .*, train.steps \(was 12"),
-    ("train.steps=30", 30, FOR_24, "ends the run at step 24; raise .* set another `run_dir`"),
+    ("train.steps=30", 30, FOR_24, "ends the run at step 24; raise .* or `run_dir`$"),
     ("train.steps=30", 24, FOR_24, None),
 ]
 
