@@ -353,10 +353,14 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
     if vocab_size is not None:
         highest = int(pack.input_ids.max())
         if highest >= vocab_size:
+            remedy = (
+                f"either set that to at least {highest + 1} for a model from scratch, or prepare "
+                "the packs with the model's own tokenizer (`data.tokenizer`)"
+            )
+            if packs.path.is_file():
+                remedy = f"set `data.token_dtype` to the dtype of the file, or {remedy}"
             raise InputError(
                 f"{packs.path}: pack {index} contains the token id {highest}, but the model has "
-                f"only {vocab_size} ids (`model.config.vocab_size`); either set that to at least "
-                f"{highest + 1} for a model from scratch, or prepare the packs with the model's "
-                "own tokenizer (`data.tokenizer`)"
+                f"only {vocab_size} ids (`model.config.vocab_size`); {remedy}"
             )
     return pack

@@ -95,8 +95,8 @@ class TokenLog(PartTokens, AbstractContextManager):
             return
         if changes := describe_changes(progress["key"], self.key):
             raise InputError(
-                f"{self.folder}: the folder has {counts['tokens']:,} tokens that were made with "
-                f"other settings or from other text ({changes}); either restore the earlier "
+                f"{self.folder}: an interrupted `prepare` left {counts['tokens']:,} tokens, made "
+                f"with other settings or from other text ({changes}); either restore the earlier "
                 f"settings and text, set data.packs to another folder, or {remedy}"
             )
         # Progress of an earlier version may have further counts.
