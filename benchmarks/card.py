@@ -49,7 +49,7 @@ from foundation.reading import load_object
 from foundation.units import markdown, or_dash, percent
 from lab.experiments.which_trainings import HEAD
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.selection import missing_on
+from pretrain.precision.selection import support_check_on
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.commands import count
 
@@ -120,9 +120,9 @@ def describe_device() -> tuple[dict[str, str], int]:
     allocates GPU memory.
     """
     gpu = torch.cuda.is_available()
-    missing = missing_on("cuda" if gpu else "cpu")
+    unsupported_because = support_check_on("cuda" if gpu else "cpu")
     reasons = {
-        name: missing(precision)
+        name: unsupported_because(precision)
         for name, precision in PRECISIONS.items()
         if isinstance(precision, QuantizedPrecision)
     }

@@ -150,7 +150,7 @@ def norms(model: Model, inputs: Inputs) -> Iterator[Kernel]:
     _, rstd, mean = norm_kernel.norm(x, weight, bias, EPS)
     statistics = (dy, x, rstd, mean, weight, residual)
     yield Kernel("norm, backward", partial(norm_kernel.norm_backward, *statistics, summed=False))
-    if transformer_engine.missing():
+    if transformer_engine.unmet_need():
         return
     import transformer_engine_torch as tex
 
@@ -224,7 +224,7 @@ def activations(model: Model, inputs: Inputs) -> Iterator[Kernel]:
 
 def casts(model: Model, inputs: Inputs) -> Iterator[Kernel]:
     """Return the kernels that quantize a gradient by rows and transposed."""
-    if transformer_engine.missing():
+    if transformer_engine.unmet_need():
         return
     gradient = inputs.rows(model.hidden)
     for precision, quantizer in quantizers(E5M2).items():
@@ -378,7 +378,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file to write")
     arguments = parser.parse_args()
     # Transformer Engine must be imported before torch uses cuDNN.
-    transformer_engine.missing()
+    transformer_engine.unmet_need()
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / TERA:.2f} TB/s")
     result = {

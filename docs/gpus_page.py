@@ -69,7 +69,7 @@ def cells_of(card: Card) -> list[str]:
     for name in FORMATS.values():
         precision = PRECISIONS[name]
         assert isinstance(precision, QuantizedPrecision)
-        runs[name] = precision.hardware.missing(card.capability) is None
+        runs[name] = precision.hardware.unmet_need(card.capability) is None
     major, minor = card.capability
     cells = [f"{card.name} ({major}.{minor})"]
     cells += ["yes" if is_run else "emulated" for is_run in runs.values()]

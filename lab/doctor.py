@@ -23,7 +23,7 @@ from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import find_configuration
 from pretrain.metrics.run_folder import version_of
 from pretrain.model.hybrids import kernels
-from pretrain.precision.selection import missing_on
+from pretrain.precision.selection import support_check_on
 from pretrain.precision.settings import PRECISIONS, QUANTIZED
 from pretrain.settings.config import load_recipe
 
@@ -41,8 +41,8 @@ def main(options: argparse.Namespace) -> int:
     """
     say(machine())
     gpu = torch.cuda.is_available()
-    missing = missing_on("cuda" if gpu else "cpu")
-    reasons = {name: missing(precision) for name, precision in QUANTIZED.items()}
+    unsupported_because = support_check_on("cuda" if gpu else "cpu")
+    reasons = {name: unsupported_because(precision) for name, precision in QUANTIZED.items()}
     listed = list(dict.fromkeys(options.precisions or PRECISIONS))
     tried = listed
     if gpu and not options.precisions:
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
             result += "; not tried"
         say(f"{name}: {result}")
     if gpu:
-        reason = kernels.missing(tuple(kernels.TRIALS))
+        reason = kernels.unavailable_because(tuple(kernels.TRIALS))
         say(f"layers with a state (hybrid models): {reason or 'fla-core'}")
     return int(bool(failed))
 

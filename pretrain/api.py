@@ -54,7 +54,7 @@ from pretrain.observe.model_audit import Audit, Product, audit, backward_of
 from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_scope, decide, quantized_names
-from pretrain.precision.selection import make_engines, missing_on, select_precision
+from pretrain.precision.selection import make_engines, support_check_on, select_precision
 from pretrain.precision.settings import (
     AMBIGUOUS_FP8,
     QUANTIZED,
@@ -170,7 +170,7 @@ def convert(
     scope = "linear" if name == precision else "linear+head"
     defaults = {"on_unsupported": "emulate", "scope": scope}
     settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")
-    active = select_precision(name, settings, missing_on(model.device.type))
+    active = select_precision(name, settings, support_check_on(model.device.type))
     if not active.precision.quantized:
         raise InputError(f"convert: the model would train in {name}; remove `on_unsupported`")
     if active.quantized_precision.keeps_history and calibrate_on is None:

@@ -370,10 +370,10 @@ def default_candidates(weights: str) -> list[str]:
 def supported_precisions() -> list[str]:
     """Return the quantized precisions that the GPU supports. Runs in a child process."""
     # Import this module here, because it imports torch.
-    from pretrain.precision.selection import missing_on
+    from pretrain.precision.selection import support_check_on
 
-    missing = missing_on("cuda")
-    return [name for name, precision in QUANTIZED.items() if missing(precision) is None]
+    unsupported_because = support_check_on("cuda")
+    return [name for name, precision in QUANTIZED.items() if unsupported_because(precision) is None]
 
 
 # ── Rounds ────────────────────────────────────────────────────────────────────────────────────────

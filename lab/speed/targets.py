@@ -56,10 +56,10 @@ def obstacle(plan: Plan) -> str | None:
         return refusal
     for active in plan.precisions:
         if isinstance(active.precision, QuantizedPrecision):
-            missing = active.precision.hardware.missing(devices.capability)
-            if missing:
+            need = active.precision.hardware.unmet_need(devices.capability)
+            if need:
                 # The GPUs in parentheses make the reason too long for a line of the table.
-                return f"needs {missing.partition(' (')[0]}"
+                return f"needs {need.partition(' (')[0]}"
     if plan.packs_per_step < devices.count:
         least = devices.count * plan.recipe.data.length
         return (

@@ -31,5 +31,5 @@ with suppress(Exception):
     # This imports Transformer Engine if there is a GPU.
     from pretrain.precision import transformer_engine
 
-    transformer_engine.missing()
+    transformer_engine.unmet_need()
 script.after_imports()

@@ -470,7 +470,7 @@ def _flash() -> ModuleType:
     """Import FlashAttention-4 and return its module with the kernels."""
     # Load Transformer Engine before FlashAttention-4. If Transformer Engine were loaded afterwards,
     # it would load parts of another cuDNN and fail.
-    transformer_engine.missing()
+    transformer_engine.unmet_need()
     with warnings.catch_warnings(action="ignore"):
         from flash_attn.cute import interface
     # While FlashAttention-4 compiles a kernel, its compiler warns of deprecated functions that
@@ -722,7 +722,7 @@ class Backend(NamedTuple):
             head sizes. Unused on other devices.
         needs: `head_dims` in words.
         is_deterministic: False if the backend has no deterministic backward.
-        missing: Return the missing package with a remedy, or None.
+        unavailable_because: Return the reason why the backend cannot run here, or None.
     """
 
     name: str
@@ -730,10 +730,10 @@ class Backend(NamedTuple):
     head_dims: Mapping[int, Collection[int]] = {}
     needs: str = ""
     is_deterministic: bool = True
-    missing: Callable[[], str | None] = lambda: None
+    unavailable_because: Callable[[], str | None] = lambda: None
 
 
-def _missing_flash() -> str | None:
+def _flash_unavailable_because() -> str | None:
     try:
         _flash()
     except (ImportError, OSError, AttributeError) as error:
@@ -741,8 +741,8 @@ def _missing_flash() -> str | None:
     return None
 
 
-def _missing_cudnn() -> str | None:
-    missing = transformer_engine.missing()
+def _cudnn_unavailable_because() -> str | None:
+    missing = transformer_engine.unmet_need()
     return f"needs Transformer Engine: {missing}" if missing else None
 
 
@@ -766,7 +766,7 @@ BACKENDS: dict[str, Backend] = {
         {9: range(64, 257, 8), 10: (*range(64, 129, 8), 256)},
         "an sm_90 or sm_100 GPU, and heads of 64 to 256 values, a multiple of 8 (on sm_100 up to "
         "128, or 256)",
-        missing=_missing_flash,
+        unavailable_because=_flash_unavailable_because,
     ),
     # On an H200, cuDNN was always faster than `varlen` with these heads, but with heads of 96
     # values it took up to 2.8 times as long for documents of up to 2,000 tokens. With heads of 256
@@ -778,7 +778,7 @@ BACKENDS: dict[str, Backend] = {
         {9: (64, 128), 10: (64, 128)},
         "an sm_90 or sm_100 GPU, and heads of 64 or 128 values",
         is_deterministic=False,
-        missing=_missing_cudnn,
+        unavailable_because=_cudnn_unavailable_because,
     ),
     # torch's version of FlashAttention-2.
     "varlen": Backend(
@@ -869,4 +869,4 @@ def obstacle(name: str, case: Case) -> str | None:
     if torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic:
         return "has no deterministic backward (set deterministic: false)"
     # This check is the last one, because the imports take seconds.
-    return None if case.capability else backend.missing()
+    return None if case.capability else backend.unavailable_because()

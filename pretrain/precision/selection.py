@@ -22,10 +22,10 @@ from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings, c
 
 # A function that returns the reason why the device does not support a quantized precision, such as
 # "needs a GPU of ...; this is ...". It returns None if the device supports the precision.
-Missing = Callable[[QuantizedPrecision], str | None]
+SupportCheck = Callable[[QuantizedPrecision], str | None]
 
 
-def missing_on(device_type: str) -> Missing:
+def support_check_on(device_type: str) -> SupportCheck:
     """Return a function that checks a quantized precision against the current device.
 
     `device_type` is "cpu" or "cuda". The returned function compares the compute capability before
@@ -39,21 +39,21 @@ def missing_on(device_type: str) -> Missing:
         name = torch.cuda.get_device_name()
         device = f"this is an {name} of compute capability {major}.{minor}"
 
-    def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(
+    def unsupported_because(precision: QuantizedPrecision) -> str | None:
+        need = precision.hardware.unmet_need(capability) or transformer_engine.unmet_need_of(
             precision
         )
         return f"needs {need}; {device}" if need else None
 
-    return missing
+    return unsupported_because
 
 
 def select_precision(
-    precision: str, fp8_config: LowPrecisionSettings, missing: Missing
+    precision: str, fp8_config: LowPrecisionSettings, unsupported_because: SupportCheck
 ) -> ActivePrecision:
     """Return the precision and the engine of a run that requests `precision`.
 
-    `missing` checks a precision against the device, see `missing_on`. Raise InputError if the
+    `unsupported_because` checks a precision against the device, see `support_check_on`. Raise InputError if the
     device does not support the precision and `on_unsupported` is `error`.
     """
     requested = configured(precision, fp8_config)
@@ -61,7 +61,7 @@ def select_precision(
         return ActivePrecision(precision, requested, "torch")
     if fp8_config.backend == "emulation":
         return ActivePrecision(precision, requested, "emulation")
-    need = missing(requested)
+    need = unsupported_because(requested)
     if need is None:
         return ActivePrecision(precision, requested, "transformer_engine")
     reason = f"`precision: {requested.name}` {need}"
@@ -70,7 +70,7 @@ def select_precision(
     # The options of the recipe were chosen for the requested precision. The stand-in has defaults.
     options = fp8_config.without_options()
     stand_in = configured(delayed.PRECISION.name, options)
-    if missing(cast(QuantizedPrecision, stand_in)):
+    if unsupported_because(cast(QuantizedPrecision, stand_in)):
         stand_in = configured(unquantized.BF16.name, options)
     if fp8_config.on_unsupported == "error":
         raise InputError(

@@ -62,7 +62,7 @@ LIBRARY = "transformer_engine.pytorch"
 FLASH_ATTENTION = "flash_attn.cute"
 
 
-def missing() -> str | None:
+def unmet_need() -> str | None:
     """Return the requirement of Transformer Engine that this process does not meet, or None.
 
     The requirement is a noun phrase that completes the sentence "the precision needs ...".
@@ -78,10 +78,10 @@ def missing() -> str | None:
     return None
 
 
-def unavailable_because(precision: QuantizedPrecision) -> str | None:
+def unmet_need_of(precision: QuantizedPrecision) -> str | None:
     """Return the reason why Transformer Engine cannot compute `precision` here, or None.
 
-    The reason is a requirement that this process does not meet, as a noun phrase, see `missing`.
+    The reason is a requirement that this process does not meet, as a noun phrase, see `unmet_need`.
     `precision` is one that a release of Transformer Engine offers. Raise InputError if an
     environment variable changes the numbers that Transformer Engine computes. Its import reads most
     of these variables.
@@ -91,7 +91,7 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
             f"{', '.join(variables)}: these environment variables would change the numbers that "
             "Transformer Engine computes for `precision`; unset them"
         )
-    if need := missing():
+    if need := unmet_need():
         return need
     available, reason = getattr(library(), precision.te_available)(return_reason=True)
     return None if available else f"a GPU and CUDA that Transformer Engine supports: {reason}"

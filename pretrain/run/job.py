@@ -50,7 +50,7 @@ from pretrain.plan.memory import Devices
 from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
-from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.selection import SupportCheck, support_check_on, select_precision
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.run.data import (
     Data,
@@ -177,7 +177,7 @@ def prepare_job(
     checked = check_recipe(
         recipe,
         overrides,
-        missing_on(accelerator.device.type),
+        support_check_on(accelerator.device.type),
         accelerator.num_processes,
     )
     open_packs = partial(opener, recipe.data, is_main_process=accelerator.is_main_process)
@@ -200,7 +200,7 @@ def prepare_job(
     functions = functions_of(shapes)
     if case.device_type == "cuda" and functions:
         accelerator.print("model: trying fla-core's kernels; compiling them takes minutes once")
-        if reason := kernels.missing(functions):
+        if reason := kernels.unavailable_because(functions):
             raise InputError(f"`model`: {type(shapes).__name__} {reason}")
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
@@ -248,21 +248,21 @@ def training_elsewhere(
 def check_recipe(
     recipe: Recipe,
     overrides: Sequence[str],
-    missing: Missing,
+    unsupported_because: SupportCheck,
     processes: int | None = None,
 ) -> CheckedRecipe:
     """Check what needs neither the model nor the packs: the settings, files and precisions.
 
     The schedule is checked too, unless the length is given in epochs.
 
-    missing: function that checks a precision against the devices that will train.
+    unsupported_because: function that checks a precision against the devices that will train.
     processes: the number of processes that will train, or None if it is not known.
     """
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
     check_trackers(recipe.log)
     phases = [
-        (until, select_precision(name, recipe.fp8_config, missing))
+        (until, select_precision(name, recipe.fp8_config, unsupported_because))
         for until, name in phases_of(recipe.precision)
     ]
     _, first = phases[0]

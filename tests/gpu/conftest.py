@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.precision import transformer_engine
 from pretrain.precision.quantizers import E4M3, E5M2
 from pretrain.precision.quantizers.tensor import round_to_grid
-from pretrain.precision.selection import missing_on
+from pretrain.precision.selection import support_check_on
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import on_a
 
@@ -33,8 +33,8 @@ cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def needs(name: str) -> str:
     """Return the precision's name. Skip the test if this machine cannot run the precision."""
     precision = PRECISIONS[name]
-    if precision.quantized and (missing := missing_on("cuda")(precision)):
-        pytest.skip(f"{name} {missing}")
+    if precision.quantized and (reason := support_check_on("cuda")(precision)):
+        pytest.skip(f"{name} {reason}")
     return name
 
 

@@ -18,9 +18,9 @@ from lab.experiments.which_trainings import WhichTrainings
 from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_record import read_metrics
-from pretrain.precision.selection import missing_on
+from pretrain.precision.selection import support_check_on
 from pretrain.precision.settings import PRECISIONS
-from pretrain.precision.transformer_engine import unavailable_because
+from pretrain.precision.transformer_engine import unmet_need_of
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
@@ -112,8 +112,8 @@ def test_forked_trainings_equal_launched_ones(
 
 
 def test_default_candidates_are_the_precisions_of_the_gpu() -> None:
-    missing = missing_on("cuda")
-    available = [name for name in QUANTIZED if missing(PRECISIONS[name]) is None]
+    unsupported_because = support_check_on("cuda")
+    available = [name for name in QUANTIZED if unsupported_because(PRECISIONS[name]) is None]
     heads = [f"{name}+head" for name in available[:1]]
     assert which.default_candidates("fp32") == ["bf16", *(available or ["delayed"]), *heads]
 
@@ -127,7 +127,7 @@ def test_a_gpu_that_other_processes_use_is_refused(recipe: Path, tmp_path: Path)
 
 
 def test_doctor_prints_engines_of_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    available = (name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))
+    available = (name for name in ("current", "mxfp8") if not unmet_need_of(PRECISIONS[name]))
     precisions = ["bf16", "mxfp4", *available]
     assert main(["doctor", "--precisions", ",".join(precisions)]) == 0
     output = capsys.readouterr().out

@@ -39,7 +39,7 @@ LAUNCH = ["--config_file", "accelerate_configs/bf16.yaml"]
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
-    if reason := kernels.missing(tuple(kernels.TRIALS)):
+    if reason := kernels.unavailable_because(tuple(kernels.TRIALS)):
         pytest.fail(f"a hybrid model {reason}")
 
 

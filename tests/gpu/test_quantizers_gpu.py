@@ -190,7 +190,7 @@ def test_a_precision_is_available_if_transformer_engine_supports_it(
     # Transformer Engine accepts GPUs on which it does not train.
     trains = capability < (11, 0) or name not in ("mxfp8", "nvfp4")
     available = trains and getattr(te, AVAILABLE[name])()
-    assert (PRECISIONS[name].hardware.missing(capability) is None) == available
+    assert (PRECISIONS[name].hardware.unmet_need(capability) is None) == available
 
 
 # ── The emulation ──

@@ -63,7 +63,7 @@ def step_of(number: int, length: int) -> StepBatches:
 def requires(recipe: str, attention: str) -> None:
     """Skip the test if this machine cannot run fused layers, the precision or the attention."""
     needs(recipe)
-    if missing := transformer_engine.missing():
+    if missing := transformer_engine.unmet_need():
         pytest.skip(f"fused layers need {missing}")
     name = {"fa4": "flash_attn"}.get(attention, attention)
     case = packed_attention.Case("cuda", 64, torch.bfloat16)

@@ -29,7 +29,7 @@ def converted(**fp8_config: str) -> PreTrainedModel:
 
 def test_a_model_on_transformer_engine_equals_the_emulation(monkeypatch: pytest.MonkeyPatch):
     """The GPU of this test supports every precision, so `convert` chooses Transformer Engine."""
-    monkeypatch.setattr(api, "missing_on", lambda device: lambda precision: None)
+    monkeypatch.setattr(api, "support_check_on", lambda device: lambda precision: None)
     models = {"Transformer Engine": converted(), "emulation": converted(backend="emulation")}
     gradients = []
     batch = batch_of(2, 32)

@@ -61,7 +61,7 @@ def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
 
 
 @cache
-def missing(names: tuple[str, ...]) -> str | None:
+def unavailable_because(names: tuple[str, ...]) -> str | None:
     """Return the reason why kernels cannot run on this GPU, or None if all of them can run.
 
     Each kernel runs forward and backward once, because fla-core finds unsupported combinations of

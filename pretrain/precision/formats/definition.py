@@ -64,7 +64,7 @@ class Hardware:
     # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
 
-    def missing(self, capability: tuple[int, int] | None) -> str | None:
+    def unmet_need(self, capability: tuple[int, int] | None) -> str | None:
         """Return the requirement that a device does not meet, or None if the device is supported.
 
         The requirement is a noun phrase that completes the sentence "the precision needs ...".

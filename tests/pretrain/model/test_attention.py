@@ -192,7 +192,7 @@ def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["flash_attn.cute"], "interface", None, raising=False)
-    monkeypatch.setattr(transformer_engine, "missing", lambda: None)
+    monkeypatch.setattr(transformer_engine, "unmet_need", lambda: None)
     modules = ("cutlass.cute.core", "flash_attn.cute.flash_fwd", "cutlasses", "train_accelerate")
     with warnings.catch_warnings(record=True, action="always") as shown:
         attention._flash.__wrapped__()
@@ -205,7 +205,7 @@ def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the process see an H200 with Transformer Engine and FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(transformer_engine, "missing", lambda: None)
+    monkeypatch.setattr(transformer_engine, "unmet_need", lambda: None)
     monkeypatch.setattr(attention, "_flash", lambda: None)
     return monkeypatch
 
@@ -228,7 +228,7 @@ def chosen(
 BLACKWELL = (torch.cuda, "get_device_capability", lambda: (10, 0))
 NO_FLASH = (attention, "_flash", partial(importlib.import_module, "there_is_no_such_module"))
 DETERMINISTIC = (torch, "are_deterministic_algorithms_enabled", lambda: True)
-NO_TE = (transformer_engine, "missing", lambda: "a package")
+NO_TE = (transformer_engine, "unmet_need", lambda: "a package")
 SHORT = {"mean_length": 300.0}
 
 

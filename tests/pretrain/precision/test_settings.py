@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.selection import SupportCheck, support_check_on, select_precision
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings
 from tests.conftest import ROOT
 from tests.pretrain.conftest import ON_TE, QUANTIZED
@@ -55,10 +55,10 @@ def test_a_precision_needs_the_gpus_on_which_transformer_engine_trains(
     name: str, gpu: tuple[int, int]
 ) -> None:
     gpus, range_of_gpus = SUPPORTED[name]
-    missing = PRECISIONS[name].hardware.missing(gpu)
-    assert (missing is None) == (gpu in gpus)
-    assert missing is None or range_of_gpus in missing
-    assert range_of_gpus in PRECISIONS[name].hardware.missing(None)
+    need = PRECISIONS[name].hardware.unmet_need(gpu)
+    assert (need is None) == (gpu in gpus)
+    assert need is None or range_of_gpus in missing
+    assert range_of_gpus in PRECISIONS[name].hardware.unmet_need(None)
 
 
 def test_the_refusal_names_the_gpu_its_capability_and_the_range(
@@ -66,7 +66,7 @@ def test_the_refusal_names_the_gpu_its_capability_and_the_range(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: RTX_5090)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 5090")
-    assert missing_on("cuda")(PRECISIONS["nvfp4"]) == (
+    assert support_check_on("cuda")(PRECISIONS["nvfp4"]) == (
         "needs a GPU of compute capability 10.0 or higher and below 11.0 (B200, B300; Transformer "
         "Engine does not train in NVFP4 on later GPUs); this is an NVIDIA GeForce RTX 5090 of "
         "compute capability 12.0"
@@ -148,21 +148,21 @@ def test_resolved_settings_have_exactly_the_options_of_the_precision(
 # ── Selection ──────────────────────────────────────────────────────────────────────────
 
 
-def gpu(capability: tuple[int, int]) -> Missing:
+def gpu(capability: tuple[int, int]) -> SupportCheck:
     """Return the check of a machine with Transformer Engine and a GPU of this capability."""
 
-    def missing(precision: Precision) -> str | None:
-        need = precision.hardware.missing(capability)
+    def unsupported_because(precision: Precision) -> str | None:
+        need = precision.hardware.unmet_need(capability)
         return f"needs {need}; this is another" if need else None
 
-    return missing
+    return unsupported_because
 
 
-CPU = missing_on("cpu")
+CPU = support_check_on("cpu")
 
 
-def select(name: str, missing: Missing, **fp8_config: Any) -> ActivePrecision:
-    return select_precision(name, LowPrecisionSettings(**fp8_config), missing)
+def select(name: str, unsupported_because: SupportCheck, **fp8_config: Any) -> ActivePrecision:
+    return select_precision(name, LowPrecisionSettings(**fp8_config), unsupported_because)
 
 
 @pytest.mark.parametrize("name", ON_TE)
@@ -176,20 +176,20 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(name: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "words"),
+    ("name", "unsupported_because", "words"),
     [
         *((name, CPU, "needs a GPU .*this run is on cpu.*`fp8_config.on_uns") for name in ON_TE),
         ("nvfp4", gpu(H200), r"10\.0.*emulate` .*fallback`, or `precision: delayed`, to train in"),
         ("mxfp4", gpu(B200), "needs emulation"),
     ],
 )
-def test_a_refusal_names_the_need_and_remedies(name: str, missing: Missing, words: str) -> None:
+def test_a_refusal_names_the_need_and_remedies(name: str, unsupported_because: SupportCheck, words: str) -> None:
     with pytest.raises(InputError, match=f"`precision: {name}` .*{words}"):
-        select(name, missing)
+        select(name, unsupported_because)
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "effective", "engine"),
+    ("name", "unsupported_because", "effective", "engine"),
     [
         ("mxfp8", gpu(H200), "delayed", "transformer_engine"),
         ("block", gpu(H200), "block", "transformer_engine"),
@@ -198,11 +198,11 @@ def test_a_refusal_names_the_need_and_remedies(name: str, missing: Missing, word
     ],
 )
 def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
-    name: str, missing: Missing, effective: str, engine: str
+    name: str, unsupported_because: SupportCheck, effective: str, engine: str
 ) -> None:
     # An option of the requested precision is none of the other one.
     of_mxfp8 = {"fp8_format": "E4M3"} if name == "mxfp8" else {}
-    active = select(name, missing, on_unsupported="fallback", scope="linear+head", **of_mxfp8)
+    active = select(name, unsupported_because, on_unsupported="fallback", scope="linear+head", **of_mxfp8)
     assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
     used = LowPrecisionSettings(on_unsupported="fallback", scope="linear+head")

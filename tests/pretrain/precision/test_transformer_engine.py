@@ -18,7 +18,7 @@ import torch
 
 from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, configured
-from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
+from pretrain.precision.transformer_engine import build_te_recipe, unmet_need_of
 from tests.pretrain.conftest import ON_TE
 
 NVFP4_GRADIENTS = (
@@ -92,7 +92,7 @@ def test_every_variable_that_changes_codes_or_scales_is_refused(
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
             with pytest.raises(InputError, match=f"^{variable}: .* unset them$"):
-                unavailable_because(PRECISIONS["nvfp4"])
+                unmet_need_of(PRECISIONS["nvfp4"])
 
 
 OF_DELAYED = {"margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"}
@@ -135,5 +135,5 @@ def test_an_option_that_the_installed_version_drops_is_named(te_recipes: Install
 @pytest.mark.parametrize("name", ON_TE)
 def test_without_a_gpu_the_library_is_not_imported(name: str) -> None:
     loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
-    assert unavailable_because(PRECISIONS[name]) == "a CUDA device"
+    assert unmet_need_of(PRECISIONS[name]) == "a CUDA device"
     assert {module for module in sys.modules if module.startswith("transformer_engine")} == loaded

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
-from pretrain.precision.selection import missing_on
+from pretrain.precision.selection import support_check_on
 from pretrain.precision.settings import PRECISIONS
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
@@ -80,11 +80,11 @@ def faults_on(device: str) -> list[Fault]:
 
 def precisions_on(device: str) -> list[str]:
     """Return the precisions that `device` can compute or, on a CPU, emulate."""
-    missing = missing_on(device)
+    unsupported_because = support_check_on(device)
     return [
         name
         for name, precision in PRECISIONS.items()
-        if device == "cpu" or not (precision.quantized and missing(precision))
+        if device == "cpu" or not (precision.quantized and unsupported_because(precision))
     ]
 
 
