@@ -54,7 +54,7 @@ from pretrain.observe.model_audit import Audit, Product, audit, backward_of
 from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_scope, decide, quantized_names
-from pretrain.precision.selection import make_engines, support_check_on, select_precision
+from pretrain.precision.selection import make_engines, select_precision, support_check_on
 from pretrain.precision.settings import (
     AMBIGUOUS_FP8,
     QUANTIZED,

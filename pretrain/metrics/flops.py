@@ -129,7 +129,7 @@ class ModelFlops:
     # Number of experts that a token chooses in each layer, or 0 without experts.
     experts_per_token: int = 0
     # Number of weights that Muon updates, or 0 with AdamW.
-    hidden_weights: int = 0
+    muon_weights: int = 0
     # Change of the attention scores in words, or "". Only some kernels compute changed scores.
     changed_scores: str = ""
     # For a hybrid model: number of layers without attention.

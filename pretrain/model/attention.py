@@ -742,8 +742,8 @@ def _flash_unavailable_because() -> str | None:
 
 
 def _cudnn_unavailable_because() -> str | None:
-    missing = transformer_engine.unmet_need()
-    return f"needs Transformer Engine: {missing}" if missing else None
+    need = transformer_engine.unmet_need()
+    return f"needs Transformer Engine: {need}" if need else None
 
 
 # Major compute capabilities from Ampere on.

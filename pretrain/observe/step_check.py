@@ -170,7 +170,7 @@ class StepCheck(Observer):
             optimizer=self._optimizer,
             recipe=self._recipe,
             learning_rate=learning_rate,
-            done=updates,
+            past_updates=updates,
             clipping=expected_clipping(hf, self._recipe.optimizer.clip),
         )
         wrong = [*self._wrong]

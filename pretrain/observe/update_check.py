@@ -23,7 +23,7 @@ from pretrain.metrics.health import some_of
 from pretrain.model.gradients import gathered, gradient_of, gradients_of, local_part
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.optimizer.muon import MOMENTUM, Hidden, Muon
+from pretrain.optimizer.muon import MOMENTUM, MatrixWeight, Muon
 from pretrain.precision.observed import dtype_name
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
@@ -58,7 +58,7 @@ class Update(NamedTuple):
     # Learning rate of the schedule in this step.
     learning_rate: float
     # Number of updates that the run has made before this step.
-    done: int
+    past_updates: int
     # Result of `expected_clipping`.
     clipping: Tensor | float
 
@@ -73,8 +73,8 @@ def expect_update(update: Update) -> Callable[[], list[str]]:
     optimizer = update.optimizer
     if isinstance(optimizer, Muon):
         checks.append(TorchMomentum(update).differences)
-        chosen = one_of_each_shape([*optimizer.hidden.values()], update.done)
-        checks += [expect_matrix(item, update) for item in chosen]
+        chosen = one_of_each_shape([*optimizer.matrix_weights.values()], update.past_updates)
+        checks += [expect_matrix(weight, update) for weight in chosen]
     return lambda: sorted({line for check in checks for line in check()})
 
 
@@ -161,7 +161,7 @@ class TorchUpdate:
 
     def __init__(self, update: Update) -> None:
         """Compute the expected values. If gradients are sharded, all ranks must call this."""
-        self._done = update.done
+        self._past_updates = update.past_updates
         self._options = self.options_of(update)
         self._wrong: set[str] = set()
         self._names: list[str] = []
@@ -215,7 +215,7 @@ class TorchUpdate:
                 lines.append(
                     f"{kind} of {len(names)} of {len(self._names)} parameters: {some_of(names)}"
                 )
-        number = self._done + 1
+        number = self._past_updates + 1
         for counted in {*map(int, self._tensors["step"])} - {number}:
             lines.append(
                 f"the optimizer has counted {counted} updates, but this is update {number}"
@@ -227,7 +227,7 @@ class TorchUpdate:
 
         Short rows are padded with zeros.
         """
-        rows = [some_values(tensor, self._done) for tensor in self._tensors[kind]]
+        rows = [some_values(tensor, self._past_updates) for tensor in self._tensors[kind]]
         # The state may be in host memory (`optimizer.offload`).
         return pad_sequence(rows, batch_first=True).to(self._device)
 
@@ -255,7 +255,7 @@ class TorchUpdate:
         weight.grad = gradient
         reference = torch.optim.AdamW([weight], **self._options | {"weight_decay": 0.0})
         moments = {name: self._before[name].clone() for name in MOMENTS}
-        reference.state[weight] = {"step": torch.tensor(float(self._done)), **moments}
+        reference.state[weight] = {"step": torch.tensor(float(self._past_updates)), **moments}
         reference.step()
         return {"weights": weight.detach(), **moments}
 
@@ -292,26 +292,29 @@ class TorchMomentum(TorchUpdate):
 # ── Matrices of Muon ──
 
 
-def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
-    """Return a random parameter of each shape. All ranks choose the same parameters.
+def one_of_each_shape(weights: Sequence[MatrixWeight], past_updates: int) -> list[MatrixWeight]:
+    """Return a random weight of each shape. All ranks choose the same weights.
 
-    updates: the number of past updates. It is the seed of the choice.
+    past_updates: the seed of the choice.
     """
-    shuffled = Random(updates).sample(hidden, len(hidden))
-    return list({item.shape: item for item in shuffled}.values())
+    shuffled = Random(past_updates).sample(weights, len(weights))
+    return list({weight.shape: weight for weight in shuffled}.values())
 
 
-def expect_matrix(item: Hidden, update: Update) -> Callable[[], list[str]]:
-    """Update one matrix of the parameter `item` by torch.optim.Muon, as `expect_update`."""
-    parameter = item.parameter
+def expect_matrix(weight: MatrixWeight, update: Update) -> Callable[[], list[str]]:
+    """Update one random matrix of `weight` by torch.optim.Muon.
+
+    Return a function for the time after the step, as `expect_update`.
+    """
+    parameter = weight.parameter
     state = update.optimizer.state[parameter]
-    number = Random(update.done).randrange(item.shape[0])
+    number = Random(update.past_updates).randrange(weight.shape[0])
 
     def matrix(tensor: Tensor) -> Tensor:
         """Return the matrix in a tensor with the shape of its parameter, over all shards."""
-        return item.split(gathered(tensor.detach()))[number]
+        return weight.split(gathered(tensor.detach()))[number]
 
-    def weights() -> Tensor:
+    def values() -> Tensor:
         """Return a copy of the matrix with its remainders, FP32."""
         remainder = state.get("remainder")
         # Ranks cannot gather int16.
@@ -320,21 +323,21 @@ def expect_matrix(item: Hidden, update: Update) -> Callable[[], list[str]]:
 
     gradient: Any = gradient_of(parameter)
     options = muon_options(update)
-    before = weights()
+    before = values()
     momentum = matrix(state[MOMENTUM]).float().clone()
-    weight = nn.Parameter(before.clone())
-    weight.grad = matrix(gradient).float() * update.clipping
-    reference = torch.optim.Muon([weight], **options)
-    reference.state[weight] = {"momentum_buffer": momentum}
+    copy = nn.Parameter(before.clone())
+    copy.grad = matrix(gradient).float() * update.clipping
+    reference = torch.optim.Muon([copy], **options)
+    reference.state[copy] = {"momentum_buffer": momentum}
     reference.step()
-    exact = weight.detach()
+    exact = copy.detach()
     expected = exact.bfloat16().float() if update.recipe.weights == "bf16" else exact
     rounding = expected - exact + ROUNDING * exact
     decay = options["lr"] * options["weight_decay"]
 
     def differences() -> list[str]:
-        matrices = (before, expected - before, weights() - expected, rounding)
-        wrong = wrong_parts(decay, *(_weighted(values, momentum) for values in matrices))
+        matrices = (before, expected - before, values() - expected, rounding)
+        wrong = wrong_parts(decay, *(_weighted(tensor, momentum) for tensor in matrices))
         return [f"{part} of a matrix in {update.names[parameter]}" for part in wrong]
 
     return differences

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 # Name of Muon's moment in the state of a parameter.
 MOMENTUM = "momentum"
-# Value of `Hidden.inputs` for a parameter whose layout is not known.
+# Value of `MatrixWeight.inputs_dim` for a parameter whose layout is not known.
 UNKNOWN = 0
 # Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵.
 STEPS = 5
@@ -80,13 +80,13 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Hidden:
+class MatrixWeight:
     """A parameter of one or more matrices that have equal shapes."""
 
     parameter: nn.Parameter
     # Dimension of the inputs, -1 or -2. The parameter is [outputs, inputs], [inputs, outputs] or
     # [experts, outputs, inputs].
-    inputs: int
+    inputs_dim: int
     # Number of matrices that are stacked along the outputs.
     stacked: int = 1
 
@@ -95,13 +95,13 @@ class Hidden:
 
         tensor: [*shape] or [tensors, *shape]. The matrices of a contiguous [*shape] are a view.
         """
-        return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
+        return tensor.movedim(self.inputs_dim, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
 
     def join(self, matrices: Tensor) -> Tensor:
         """Return the tensors whose matrices are `matrices`, [tensors, *shape], as a view."""
         experts = self.parameter.shape[:-2]
         rows = matrices.unflatten(0, (-1, *experts, self.stacked)).flatten(-3, -2)
-        return rows.movedim(-1, self.inputs)
+        return rows.movedim(-1, self.inputs_dim)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -109,24 +109,24 @@ class Hidden:
         return tuple(self.split(torch.empty(self.parameter.shape, device="meta")).shape)
 
 
-def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
+def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
     """Return the trained matrices in the decoder layers of `hf`, except for routers.
 
     `hf` may be on the meta device, converted and sharded. Raises InputError if queries, keys and
     values, or experts, are stacked in an unknown layout, or if there is no matrix.
     """
-    weights = _unsplit_weights(hf)
+    unsplit = _unsplit_weights(hf)
     # Map the name of each module to its own weights, as (outputs, inputs).
     sizes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, item in weights.items():
-        sizes[_module_of(name)][name] = item.shape[1:]
-    hidden = []
-    for name, item in weights.items():
+    for name, weight in unsplit.items():
+        sizes[_module_of(name)][name] = weight.shape[1:]
+    weights = []
+    for name, weight in unsplit.items():
         module_name = _module_of(name)
         stacked = stacked_in(name, sizes[module_name])
         if is_one_matrix(hf, module_name):
             stacked = 1
-        if item.inputs == -2:
+        if weight.inputs_dim == -2:
             # GPT-2 stacks queries, keys and values.
             known_stacks = {1, 3}
         elif hasattr(hf.get_submodule(module_name), "layer_idx"):
@@ -134,23 +134,23 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
             known_stacks = {1}
         else:
             known_stacks = {1, 2}
-        if item.inputs == UNKNOWN or stacked not in known_stacks:
+        if weight.inputs_dim == UNKNOWN or stacked not in known_stacks:
             raise InputError(
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"
             )
-        parameter = item.parameter
+        parameter = weight.parameter
         if parameter.requires_grad and min(parameter.shape[-2:]) > 1:
-            hidden.append(replace(item, stacked=int(stacked)))
-    if not hidden:
+            weights.append(replace(weight, stacked=int(stacked)))
+    if not weights:
         raise InputError(
             f"`optimizer.name: muon`: {type(hf).__name__} has no decoder layers with matrices that "
             "Muon could update; set `optimizer.name: adamw`"
         )
-    return hidden
+    return weights
 
 
-def _unsplit_weights(hf: PreTrainedModel) -> dict[str, Hidden]:
+def _unsplit_weights(hf: PreTrainedModel) -> dict[str, MatrixWeight]:
     """Map the name of each weight in the decoder layers of `hf` to the weight as one matrix.
 
     Routers are omitted. Experts in another layout than the usual one have the dimension UNKNOWN.
@@ -159,15 +159,15 @@ def _unsplit_weights(hf: PreTrainedModel) -> dict[str, Hidden]:
     weights = {}
     for name, parameter in hf.named_parameters():
         if parameter.dim() == 3 and min(parameter.shape) > 1:
-            weights[name] = Hidden(parameter, UNKNOWN)
+            weights[name] = MatrixWeight(parameter, UNKNOWN)
     for name, module in stacked_experts(hf):
         for key in STACKS:
-            weights[f"{name}.{key}"] = Hidden(module.get_parameter(key), -1)
+            weights[f"{name}.{key}"] = MatrixWeight(module.get_parameter(key), -1)
     for layer_name, layer in decoder_layers(hf).items():
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router(name):
-                weight: Any = module.weight
-                weights[name] = Hidden(weight, -2 if is_transposed(module) else -1)
+                inputs_dim = -2 if is_transposed(module) else -1
+                weights[name] = MatrixWeight(module.get_parameter("weight"), inputs_dim)
     return weights
 
 
@@ -235,23 +235,25 @@ def _uses_kernel(x: Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
-def share(hidden: Iterable[Hidden], ranks: int) -> Iterator[list[list[Hidden]]]:
-    """Yield rounds: for each of the first ranks, a batch of parameters that it orthogonalizes.
+def share(weights: Iterable[MatrixWeight], ranks: int) -> Iterator[list[list[MatrixWeight]]]:
+    """Yield rounds. Each item of a round is the batch of weights that one rank orthogonalizes.
 
-    All parameters of a round have the same shape. Each rank has about the same number of
-    parameters of a shape. A batch has at most BATCH values, or a single parameter.
+    Item i belongs to rank i. The last round may have fewer items than there are ranks. All weights
+    of a round have the same shape. Each rank has about the same number of weights of a shape. A
+    batch has at most BATCH values, or a single weight.
     """
-    by_shape: dict[tuple[Any, ...], list[Hidden]] = defaultdict(list)
-    for item in hidden:
-        by_shape[item.shape, item.inputs, item.stacked].append(item)
-    for (shape, *_), items in sorted(by_shape.items(), reverse=True):
-        of_rank = math.ceil(len(items) / ranks)
-        most = max(1, BATCH // math.prod(shape))
-        # Rounds have batches of equal size. With full batches, the last round may have fewer
-        # batches than ranks, and the other ranks would wait.
-        size = math.ceil(of_rank / math.ceil(of_rank / most))
-        for first in range(0, len(items), size * ranks):
-            in_round = items[first : first + size * ranks]
+    by_shape: dict[tuple[Any, ...], list[MatrixWeight]] = defaultdict(list)
+    for weight in weights:
+        by_shape[weight.shape, weight.inputs_dim, weight.stacked].append(weight)
+    for (shape, *_), same_shape in sorted(by_shape.items(), reverse=True):
+        weights_per_rank = math.ceil(len(same_shape) / ranks)
+        largest_batch = max(1, BATCH // math.prod(shape))
+        # Batches have equal sizes. With batches of the largest size, the last round could have
+        # batches for a few ranks only, and the other ranks would wait.
+        rounds = math.ceil(weights_per_rank / largest_batch)
+        size = math.ceil(weights_per_rank / rounds)
+        for first in range(0, len(same_shape), size * ranks):
+            in_round = same_shape[first : first + size * ranks]
             yield [in_round[start : start + size] for start in range(0, len(in_round), size)]
 
 
@@ -266,19 +268,20 @@ class Muon(ExactAdamW):
 
     Args:
         groups: Parameter groups. The last one has the keys `momentum` and `adjust_lr_fn` too.
-        hidden: The parameters of the last group.
+        weights: The matrices of the last group's parameters.
         options: Arguments of `ExactAdamW`.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], hidden: Sequence[Hidden], **options: Any
+        self, groups: list[dict[str, Any]], weights: Sequence[MatrixWeight], **options: Any
     ) -> None:
         super().__init__(groups, **options)
-        self.hidden = {item.parameter: item for item in hidden}
+        # Map each parameter of the last group to its matrices.
+        self.matrix_weights = {weight.parameter: weight for weight in weights}
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the names of the moments of a parameter in its state."""
-        return (MOMENTUM,) if parameter in self.hidden else super().moments_of(parameter)
+        return (MOMENTUM,) if parameter in self.matrix_weights else super().moments_of(parameter)
 
     @torch.no_grad()
     def prepare(self, *, clip_coefficient: Tensor | None = None) -> Callable[[], None]:
@@ -287,20 +290,24 @@ class Muon(ExactAdamW):
         `ExactAdamW.prepare` describes `clip_coefficient`. All ranks must call the returned
         function.
         """
-        trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
+        trained = [
+            weight
+            for weight in self.matrix_weights.values()
+            if gradient_of(weight.parameter) is not None
+        ]
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rounds = [[*map(_with_directions, batches)] for batches in share(trained, ranks)]
         group = self.param_groups[-1]
         hyper = Hyperparameters(0.0, 0.0, group[MOMENTUM], group[MOMENTUM])
         directions: dict[Tensor, Tensor] = {}
         momenta: list[Update] = []
-        for items, stack in chain(*rounds):
-            for item, direction in zip(items, stack, strict=True):
-                directions[item.parameter] = direction
+        for batch in chain(*rounds):
+            for weight, direction in zip(batch.weights, batch.directions, strict=True):
+                directions[weight.parameter] = direction
                 if direction.numel():  # 0 if this process has no part of a sharded parameter
-                    full_gradient: Any = gradient_of(item.parameter)
+                    full_gradient: Any = gradient_of(weight.parameter)
                     gradient = local_part(full_gradient.contiguous())
-                    momentum = local_part(self._state_of(item.parameter)[MOMENTUM])
+                    momentum = local_part(self._state_of(weight.parameter)[MOMENTUM])
                     tensors = ParameterTensors(direction, None, gradient, momentum, None)
                     momenta.append((tensors, hyper))
         update_momenta = prepare_updates(momenta, clip_coefficient)
@@ -310,10 +317,12 @@ class Muon(ExactAdamW):
             update_momenta()
             norms = []
             for batches in rounds:
-                scale = self.hyperparameters_of(batches[0][0][0].parameter, group, 1).scale
+                # All weights of a round have the same shape, which determines the scale.
+                parameter = batches[0].weights[0].parameter
+                scale = self.hyperparameters_of(parameter, group, 1).scale
                 for updates in orthogonalize_directions(batches):
                     norms.append(scale * vector_norm(updates, dtype=torch.float32))
-            values = sum(map(torch.numel, self.hidden))
+            values = sum(map(torch.numel, self.matrix_weights))
             self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
             update_weights()
 
@@ -323,57 +332,68 @@ class Muon(ExactAdamW):
         self, parameter: nn.Parameter, group: Mapping[str, Any], step: int
     ) -> Hyperparameters:
         """Return the hyperparameters of update number `step` of a parameter in `group`."""
-        if parameter not in self.hidden:
+        if parameter not in self.matrix_weights:
             return super().hyperparameters_of(parameter, group, step)
-        _, outputs, inputs = self.hidden[parameter].shape
+        _, outputs, inputs = self.matrix_weights[parameter].shape
         scale = SCALES[group["adjust_lr_fn"]](outputs, inputs)
         return Hyperparameters(group["lr"], group["weight_decay"], scale=scale)
 
 
-# Parameters that one process orthogonalizes, and this process's parts of their directions.
-Batch = tuple[Sequence[Hidden], Tensor]
+class Batch(NamedTuple):
+    """Weights of equal shapes that one process orthogonalizes, and their directions."""
+
+    weights: Sequence[MatrixWeight]
+    # This process's parts of the directions, BF16 [weights, *shape].
+    directions: Tensor
 
 
-def _with_directions(items: Sequence[Hidden]) -> Batch:
-    """Return a batch with memory for the directions, BF16 [parameters, *shape]."""
-    part = local_part(items[0].parameter)
-    return items, part.new_empty((len(items), *part.shape), dtype=torch.bfloat16)
+def _with_directions(weights: Sequence[MatrixWeight]) -> Batch:
+    """Return a batch with memory for the directions."""
+    part = local_part(weights[0].parameter)
+    directions = part.new_empty((len(weights), *part.shape), dtype=torch.bfloat16)
+    return Batch(weights, directions)
 
 
 def orthogonalize_directions(batches: Sequence[Batch]) -> list[Tensor]:
     """Orthogonalize the directions of a round in place.
 
-    Return the updates of each batch over all shards, [parameters, *shape] in BF16.
+    Return the updates of each batch over all shards, [weights, *shape] in BF16.
     """
-    updates = [_gathered(*batch) for batch in batches]
+    updates_by_rank = [_full_directions(batch) for batch in batches]
     # Each rank orthogonalizes at most one batch. All ranks then get the results.
-    own_rank = dist.get_rank() if dist.is_initialized() else 0
-    if own_rank < len(batches):
-        item = batches[own_rank][0][0]
-        matrices = updates[own_rank]
-        matrices.copy_(item.join(orthogonalize(item.split(matrices))))
-    for rank, ((items, directions), updated) in enumerate(zip(batches, updates, strict=True)):
+    this_rank = dist.get_rank() if dist.is_initialized() else 0
+    if this_rank < len(batches):
+        weight = batches[this_rank].weights[0]  # all weights of a batch are split alike
+        directions = updates_by_rank[this_rank]
+        directions.copy_(weight.join(orthogonalize(weight.split(directions))))
+    for rank, (batch, updates) in enumerate(zip(batches, updates_by_rank, strict=True)):
         if dist.is_initialized():
-            dist.broadcast(updated, src=rank)
-        if updated is not directions:
-            for item, direction, update in zip(items, directions, updated, strict=True):
-                parameter: Any = item.parameter
-                mesh = parameter.device_mesh
-                # Without `src_data_rank`, nothing is sent.
-                update = distribute_tensor(update, mesh, parameter.placements, src_data_rank=None)
-                direction.copy_(local_part(update))
-    return updates
+            dist.broadcast(updates, src=rank)
+        if updates is not batch.directions:
+            _copy_parts(updates, batch)
+    return updates_by_rank
 
 
-def _gathered(items: Sequence[Hidden], directions: Tensor) -> Tensor:
-    """Return directions over all shards. Without shards, return `directions` itself."""
-    if not isinstance(items[0].parameter, DTensor):
-        return directions
-    specs: list[Any] = [item.parameter for item in items]
-    parts = zip(directions, specs, strict=True)
-    return torch.stack(
-        [gathered(DTensor(part, like._spec, requires_grad=False)) for part, like in parts]
-    )
+def _full_directions(batch: Batch) -> Tensor:
+    """Return the directions over all shards. Without shards, return `batch.directions` itself."""
+    if not isinstance(batch.weights[0].parameter, DTensor):
+        return batch.directions
+    full = []
+    for weight, part in zip(batch.weights, batch.directions, strict=True):
+        parameter: Any = weight.parameter
+        full.append(gathered(DTensor(part, parameter._spec, requires_grad=False)))
+    return torch.stack(full)
+
+
+def _copy_parts(updates: Tensor, batch: Batch) -> None:
+    """Copy this process's parts of sharded `updates` into the directions of `batch`."""
+    for weight, direction, update in zip(batch.weights, batch.directions, updates, strict=True):
+        parameter: Any = weight.parameter
+        # Without `src_data_rank`, nothing is sent.
+        sharded = distribute_tensor(
+            update, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        direction.copy_(local_part(sharded))
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:
@@ -381,8 +401,8 @@ def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact
 
     With `exact`, the optimizer stores remainders for BF16 parameters.
     """
-    hidden = hidden_parameters(model.hf)
-    by_muon = dict.fromkeys(item.parameter for item in hidden)
+    weights = find_matrix_weights(model.hf)
+    by_muon = dict.fromkeys(weight.parameter for weight in weights)
     by_adamw = groups_of(model, excluded=by_muon)
     group = {
         "params": list(by_muon),
@@ -390,4 +410,4 @@ def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact
         "adjust_lr_fn": settings.muon.adjust_lr_fn,
         MOMENTUM: settings.muon.momentum,
     }
-    return Muon([*by_adamw, group], hidden, **options_of(settings, exact=exact))
+    return Muon([*by_adamw, group], weights, **options_of(settings, exact=exact))

@@ -233,8 +233,8 @@ def optimizer_state(
     """
     values = math.ceil(flops.parameters / devices.shards)
     offloaded = OFFLOADED["none" if devices.type == "cpu" else recipe.optimizer.offload]
-    hidden = math.ceil(flops.hidden_weights / devices.shards)  # with one moment
-    moments = (2 * values - hidden) * BYTES[recipe.moments_kept_in]
+    by_muon = math.ceil(flops.muon_weights / devices.shards)  # with one moment
+    moments = (2 * values - by_muon) * BYTES[recipe.moments_kept_in]
     remainders = 2 * values * (recipe.weights == "bf16_exact")
     return {
         "optimizer moments": moments * (("exp_avg" in offloaded) == on_host),

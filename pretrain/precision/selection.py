@@ -53,8 +53,9 @@ def select_precision(
 ) -> ActivePrecision:
     """Return the precision and the engine of a run that requests `precision`.
 
-    `unsupported_because` checks a precision against the device, see `support_check_on`. Raise InputError if the
-    device does not support the precision and `on_unsupported` is `error`.
+    Raise InputError if the device does not support the precision and `on_unsupported` is `error`.
+
+    unsupported_because: check of a precision against the device, see `support_check_on`.
     """
     requested = configured(precision, fp8_config)
     if not isinstance(requested, QuantizedPrecision):

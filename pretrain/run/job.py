@@ -38,7 +38,7 @@ from pretrain.model.huggingface import build_on_meta, check_architecture, decode
 from pretrain.model.hybrids import kernels
 from pretrain.model.hybrids.families import functions_of
 from pretrain.optimizer import schedule
-from pretrain.optimizer.muon import hidden_parameters
+from pretrain.optimizer.muon import find_matrix_weights
 from pretrain.plan.checks import (
     check_fit,
     check_held_out,
@@ -50,7 +50,7 @@ from pretrain.plan.memory import Devices
 from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
-from pretrain.precision.selection import SupportCheck, support_check_on, select_precision
+from pretrain.precision.selection import SupportCheck, select_precision, support_check_on
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.run.data import (
     Data,
@@ -295,9 +295,9 @@ def check_model(
     check_sizes(recipe, config)
     shapes = build_on_meta(config)
     check_architecture(shapes, recipe.data.length, recipe.loss)
-    hidden = hidden_parameters(shapes) if recipe.optimizer.name == "muon" else []
-    hidden_weights = sum(item.parameter.numel() for item in hidden)
-    flops = replace(ModelFlops.of(shapes), hidden_weights=hidden_weights)
+    by_muon = find_matrix_weights(shapes) if recipe.optimizer.name == "muon" else []
+    muon_weights = sum(weight.parameter.numel() for weight in by_muon)
+    flops = replace(ModelFlops.of(shapes), muon_weights=muon_weights)
     for _, active in checked.phases:
         check_precision(active, recipe, shapes)
     return replace(checked, recipe=recipe), shapes, flops

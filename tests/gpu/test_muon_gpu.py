@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.optimizer.muon import COEFFICIENTS, Hidden, orthogonalize
+from pretrain.optimizer.muon import COEFFICIENTS, MatrixWeight, orthogonalize
 from pretrain.optimizer.muon_kernel import newton_schulz
 from tests.gpu.conftest import DEVICE, relative_error
 
@@ -46,7 +46,7 @@ def test_stacked_matrices_of_gpt2_are_orthogonalized(
     """A batch of one parameter has interleaved matrices."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    item = Hidden(nn.Parameter(torch.empty(768, 2304)), -2, stacked=3)
+    item = MatrixWeight(nn.Parameter(torch.empty(768, 2304)), -2, stacked=3)
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(parameters, 768, 2304, generator=generator).bfloat16().to(DEVICE)
     matrices = item.split(directions)

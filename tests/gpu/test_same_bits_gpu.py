@@ -32,7 +32,7 @@ from pretrain.model.packed import compute_microbatch, forward_backward, inputs_o
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, named_state
 from pretrain.optimizer.exact_weights import master_of, split
-from pretrain.optimizer.muon import Hidden, Muon
+from pretrain.optimizer.muon import MatrixWeight, Muon
 from pretrain.optimizer.offload import OFFLOADED, PIECE, SLOTS
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import OptimizerSettings
@@ -222,7 +222,7 @@ def trained_by_muon(moments: torch.dtype, weights: torch.dtype) -> dict[str, Ten
     group = {"params": parameters, "momentum": 0.95, "lr_ratio": 1.0, "adjust_lr_fn": "original"}
     updated_by_adamw = nn.Parameter(torch.zeros(1, device="cuda"))
     updated_by_adamw.grad = torch.ones(1, device="cuda")
-    hidden = [Hidden(parameter, inputs=-1) for parameter in parameters]
+    hidden = [MatrixWeight(parameter, inputs_dim=-1) for parameter in parameters]
     options = HYPER | {"lr": 1e-2, "moments": moments}
     optimizer = Muon([{"params": [updated_by_adamw]}, group], hidden, **options)
     for _ in range(20):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from foundation.overrides import overridden
 from pretrain.model.gradients import gathered
 from pretrain.optimizer import muon
-from pretrain.optimizer.muon import Hidden, Muon
+from pretrain.optimizer.muon import MatrixWeight, Muon
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.multi
@@ -33,7 +33,9 @@ def train(
     """Return the parameters and the momentum after some steps, over all shards."""
     generator = torch.Generator().manual_seed(0)
     hidden = [
-        Hidden(nn.Parameter(to_ranks(torch.randn(shape, generator=generator).to(dtype))), *stacking)
+        MatrixWeight(
+            nn.Parameter(to_ranks(torch.randn(shape, generator=generator).to(dtype))), *stacking
+        )
         for shape, *stacking in PARAMETERS
     ]
     params = [item.parameter for item in hidden]

@@ -242,7 +242,9 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.TRIALS, "second", fail(RuntimeError("install tilelang\nmore")))
     monkeypatch.setitem(kernels.TRIALS, "third", lambda: torch.ones(1, requires_grad=True))
     assert "fla-core (pip install -r" in kernels.unavailable_because(("first",))
-    assert kernels.unavailable_because(("third", "second")).endswith("fail on this GPU: install tilelang")
+    assert kernels.unavailable_because(("third", "second")).endswith(
+        "fail on this GPU: install tilelang"
+    )
     assert kernels.unavailable_because(("third", "mamba2_split_conv1d_scan_combined")) is None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from pretrain.metrics.health import TrainingHalted
 from pretrain.observe.update_check import VALUES, one_of_each_shape, some_values
 from pretrain.optimizer import muon
-from pretrain.optimizer.muon import Hidden
+from pretrain.optimizer.muon import MatrixWeight
 from tests.pretrain.verify.faults import PENALIZED, Fault
 from tests.pretrain.verify.mutations import FAULTS
 from tests.pretrain.verify.small_runs import CLIP, LENGTH, MIXTURES, SmallRun, build_run, step_of
@@ -153,7 +153,7 @@ def test_later_checks_compare_every_value_and_every_matrix() -> None:
     values = torch.arange(3 * VALUES)
     assert torch.cat([some_values(values, updates) for updates in range(3)]).unique().equal(values)
     shapes = [(8, 8)] * 12 + [(24, 8)] * 12 + [(8, 32)] * 12
-    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
+    hidden = [MatrixWeight(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
     checked = [one_of_each_shape(hidden, updates) for updates in range(0, 10_000, 100)]
     assert {len(items) for items in checked} == {3}
     assert len({item for items in checked for item in items}) == len(hidden)

@@ -19,7 +19,7 @@ from pretrain.model.huggingface import build_on_meta, check_architecture, decode
 from pretrain.model.hybrids.families import FAMILIES
 from pretrain.observe.update_check import is_decayed
 from pretrain.optimizer.adamw import groups_of
-from pretrain.optimizer.muon import Hidden, hidden_parameters
+from pretrain.optimizer.muon import MatrixWeight, find_matrix_weights
 from pretrain.precision.scope import LINEARS
 from pretrain.settings.recipe import LossSettings
 
@@ -134,7 +134,7 @@ def outputs_of(module: nn.Module) -> torch.Tensor:
     return module(x, torch.arange(4)[:, None], torch.ones(4, 1))
 
 
-def assert_split_as_computed(module: nn.Module, hidden: dict[nn.Parameter, Hidden]) -> None:
+def assert_split_as_computed(module: nn.Module, hidden: dict[nn.Parameter, MatrixWeight]) -> None:
     """Assert that an MLP returns zeros without its gate, and not without half of another matrix."""
     on_cpu = copy.deepcopy(module).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
@@ -170,7 +170,7 @@ def test_all_model_types_that_train_have_their_matrices_and_decay() -> None:
         decayed = {names[parameter] for parameter in groups_of(hf)[0]["params"]}
         assert decayed == {name for p, name in names.items() if is_decayed(name, p)}, model_type
         try:
-            hidden = {item.parameter: item for item in hidden_parameters(hf)}
+            hidden = {item.parameter: item for item in find_matrix_weights(hf)}
         except InputError:
             refused.add(model_type)
             continue

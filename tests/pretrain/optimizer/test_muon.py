@@ -17,7 +17,7 @@ from foundation.overrides import overridden
 from pretrain.optimizer import muon
 from pretrain.optimizer.adamw import set_learning_rate, set_updates_done
 from pretrain.optimizer.exact_weights import master_of, split
-from pretrain.optimizer.muon import Hidden, Muon, hidden_parameters, orthogonalize, share
+from pretrain.optimizer.muon import MatrixWeight, Muon, find_matrix_weights, orthogonalize, share
 from tests.pretrain.optimizer.test_exact_adamw import loss_gradients, parameters, set_gradients
 from tests.pretrain.plan.plan_recipe import on_meta
 
@@ -27,7 +27,7 @@ RATE = 2e-3
 DECAY = 0.1
 
 
-def muon_of(hidden: list[Hidden], adjust: str = "original", **options: Any) -> Muon:
+def muon_of(hidden: list[MatrixWeight], adjust: str = "original", **options: Any) -> Muon:
     """Return Muon for `hidden`, with one parameter for AdamW."""
     other = nn.Parameter(torch.zeros(3))
     group = {"params": [item.parameter for item in hidden], "momentum": 0.95, "lr_ratio": 10.0}
@@ -35,8 +35,8 @@ def muon_of(hidden: list[Hidden], adjust: str = "original", **options: Any) -> M
     return Muon(groups, hidden, lr=RATE, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8, **options)
 
 
-def whole(params: list[nn.Parameter]) -> list[Hidden]:
-    return [Hidden(parameter, inputs=-1) for parameter in params]
+def whole(params: list[nn.Parameter]) -> list[MatrixWeight]:
+    return [MatrixWeight(parameter, inputs_dim=-1) for parameter in params]
 
 
 def close(tensor: Tensor, expected: Tensor) -> bool:
@@ -93,7 +93,7 @@ def test_an_update_does_not_depend_on_the_size_of_the_gradient(factor: float) ->
     [((6, 4), -1, 2), ((4, 6), -2, 3), ((3, 6, 4), -1, 2), ((6, 4), -1, 1)],
 )
 def test_split_returns_a_view_of_all_values(shape, inputs, stacked):
-    item = Hidden(nn.Parameter(torch.ones(shape)), inputs, stacked)
+    item = MatrixWeight(nn.Parameter(torch.ones(shape)), inputs, stacked)
     matrices = item.split(item.parameter.detach())
     assert matrices.shape == item.shape
     assert matrices.numel() == item.parameter.numel()
@@ -101,10 +101,10 @@ def test_split_returns_a_view_of_all_values(shape, inputs, stacked):
     assert not item.parameter.any()
 
 
-def hidden_by_name(config: dict[str, Any]) -> dict[str, Hidden]:
+def hidden_by_name(config: dict[str, Any]) -> dict[str, MatrixWeight]:
     hf = on_meta(config)
     names = {parameter: name for name, parameter in hf.named_parameters()}
-    return {names[item.parameter]: item for item in hidden_parameters(hf)}
+    return {names[item.parameter]: item for item in find_matrix_weights(hf)}
 
 
 def test_queries_keys_values_gate_and_up_are_separate_matrices() -> None:
@@ -137,7 +137,7 @@ def test_a_model_with_unknown_or_without_matrices_is_refused(model_type: str, wo
         sizes = {"n_embd": 8, "dff": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
         heads = {}
     with pytest.raises(InputError, match=words):
-        hidden_parameters(on_meta({"model_type": model_type, **sizes, **heads}))
+        find_matrix_weights(on_meta({"model_type": model_type, **sizes, **heads}))
 
 
 # ── Shares of the work ──
@@ -151,7 +151,7 @@ def test_a_model_with_unknown_or_without_matrices_is_refused(model_type: str, wo
 def test_ranks_share_all_parameters_in_rounds_of_one_shape(counts, ranks, limit):
     """Batches have a limited number of values, and the ranks about equal work in every round."""
     shapes = [shape for shape, count in counts.items() for _ in range(count)]
-    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
+    hidden = [MatrixWeight(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
     values = 16 * limit
     with overridden(muon, BATCH=values):
         rounds = list(share(hidden, ranks))

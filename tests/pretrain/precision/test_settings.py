@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.selection import SupportCheck, support_check_on, select_precision
+from pretrain.precision.selection import SupportCheck, select_precision, support_check_on
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings
 from tests.conftest import ROOT
 from tests.pretrain.conftest import ON_TE, QUANTIZED
@@ -57,7 +57,7 @@ def test_a_precision_needs_the_gpus_on_which_transformer_engine_trains(
     gpus, range_of_gpus = SUPPORTED[name]
     need = PRECISIONS[name].hardware.unmet_need(gpu)
     assert (need is None) == (gpu in gpus)
-    assert need is None or range_of_gpus in missing
+    assert need is None or range_of_gpus in need
     assert range_of_gpus in PRECISIONS[name].hardware.unmet_need(None)
 
 
@@ -183,7 +183,9 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(name: str) -
         ("mxfp4", gpu(B200), "needs emulation"),
     ],
 )
-def test_a_refusal_names_the_need_and_remedies(name: str, unsupported_because: SupportCheck, words: str) -> None:
+def test_a_refusal_names_the_need_and_remedies(
+    name: str, unsupported_because: SupportCheck, words: str
+) -> None:
     with pytest.raises(InputError, match=f"`precision: {name}` .*{words}"):
         select(name, unsupported_because)
 
@@ -202,7 +204,9 @@ def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
 ) -> None:
     # An option of the requested precision is none of the other one.
     of_mxfp8 = {"fp8_format": "E4M3"} if name == "mxfp8" else {}
-    active = select(name, unsupported_because, on_unsupported="fallback", scope="linear+head", **of_mxfp8)
+    active = select(
+        name, unsupported_because, on_unsupported="fallback", scope="linear+head", **of_mxfp8
+    )
     assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
     used = LowPrecisionSettings(on_unsupported="fallback", scope="linear+head")
