@@ -36,7 +36,7 @@ from pretrain.model.distributed import (
 )
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.model.hybrids import kernels
-from pretrain.model.hybrids.families import functions_of
+from pretrain.model.hybrids.families import mixing_functions
 from pretrain.optimizer import schedule
 from pretrain.optimizer.muon import find_matrix_weights
 from pretrain.plan.checks import (
@@ -197,7 +197,7 @@ def prepare_job(
     )
     if refusal := attention.refusal_of(checked.recipe.model.attention, case):
         raise InputError(refusal)
-    functions = functions_of(shapes)
+    functions = mixing_functions(shapes)
     if case.device_type == "cuda" and functions:
         accelerator.print("model: trying fla-core's kernels; compiling them takes minutes once")
         if reason := kernels.unavailable_because(functions):

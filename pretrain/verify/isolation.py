@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packing.batch import Microbatch
 from pretrain.model.experts import GroupedExperts
 from pretrain.model.huggingface import is_mixture
-from pretrain.model.hybrids.families import functions_of
+from pretrain.model.hybrids.families import mixing_functions
 from pretrain.model.packed import PackedLanguageModel
 
 
@@ -35,7 +35,7 @@ def leaks(
     head = model.hf.get_output_embeddings()
     is_grouped = any(isinstance(module, GroupedExperts) for module in model.hf.modules())
     depends_on_counts = head.weight.is_cuda or not is_grouped
-    if not functions_of(model.hf) or (is_mixture(model.hf) and depends_on_counts):
+    if not mixing_functions(model.hf) or (is_mixture(model.hf) and depends_on_counts):
         return
     first = int(batch.cu_seqlens[1])
     other_tokens = batch.input_ids.clone()

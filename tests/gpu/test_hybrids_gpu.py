@@ -73,7 +73,7 @@ def test_the_gated_delta_rule_equals_the_function_in_torch(
 ) -> None:
     """The kernel multiplies FP32 values in TF32."""
     generator = torch.Generator().manual_seed(1)
-    ends = torch.tensor([0, 5, 14, 94, 103], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 5, 14, 94, 103], dtype=torch.int32)
     shapes = [(103, 16, 16)] * 3 + [(103, 16)] * 2
     query, key, value, decay, beta = (torch.rand(1, *s, generator=generator) for s in shapes)
     inputs = [tensor.to(dtype) for tensor in (query, key, value)] + [-decay, beta.to(dtype)]
@@ -83,7 +83,7 @@ def test_the_gated_delta_rule_equals_the_function_in_torch(
 
     def results(device: torch.device) -> list[Tensor]:
         leaves = [tensor.to(device).requires_grad_() for tensor in inputs]
-        output, _ = gated_delta_rule(plain, ends.to(device), *leaves)
+        output, _ = gated_delta_rule(plain, cu_seqlens.to(device), *leaves)
         output.backward(d_output.to(device))
         return [tensor.detach().cpu().float() for tensor in (output, *(x.grad for x in leaves))]
 

@@ -42,14 +42,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 _KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 
 
-def functions_of(model: PreTrainedModel) -> tuple[str, ...]:
+def mixing_functions(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the functions that mix tokens. The tuple is empty for other models."""
     return FAMILIES.get(model.config.model_type, ())
 
 
 def separated_kinds(model: PreTrainedModel) -> frozenset[str]:
     """Return the kinds of layers, other than attention, that `separate_documents` supports."""
-    return _KINDS if functions_of(model) else frozenset()
+    return _KINDS if mixing_functions(model) else frozenset()
 
 
 def mixers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def mixers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
     Other models have no such part.
     """
-    for name, module in model.named_modules() if functions_of(model) else ():
+    for name, module in model.named_modules() if mixing_functions(model) else ():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module
 
@@ -69,13 +69,14 @@ def separate_documents(model: PreTrainedModel) -> None:
     boundaries of documents, as in the reference of parity, the replacements call transformers'
     functions in torch.
     """
-    functions = functions_of(model)
+    functions = mixing_functions(model)
     if not functions:
         return
     module = sys.modules[type(model).__module__]
     for name in functions:
         function = getattr(module, name)
         if not hasattr(function, "separates_documents"):
+            # `unwrap` removes transformers' decorator, which may call a kernel of the hub instead.
             setattr(module, name, _separating(name, inspect.unwrap(function)))
     for _, mixer in mixers(model):
         mixer.forward = partial(_with_boundaries, mixer.forward)
@@ -107,10 +108,10 @@ def _separating(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         # transformers renames the argument for some of the functions.
-        ends = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        if ends is None:
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if cu_seqlens is None:
             return plain(*args, **options)
-        return MIXING[name](plain, ends, *args, **options)
+        return MIXING[name](plain, cu_seqlens, *args, **options)
 
     vars(function)["separates_documents"] = True
     return function

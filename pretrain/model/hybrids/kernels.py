@@ -1,7 +1,7 @@
 """Call the kernels of the package fla-core, which keep documents apart on a GPU.
 
-The argument `ends` has the boundaries of the documents. `pretrain.model.hybrids.mixing` describes
-the shapes. The functions import fla-core when they are called, because it imports Triton.
+`pretrain.model.hybrids.mixing` describes the arguments. The functions import fla-core when they are
+called, because it imports Triton.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from torch import Tensor
 
 
 def convolution(
-    ends: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    cu_seqlens: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """Return the causal convolution of each channel, [1, channels, T]."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     convolved, _ = causal_conv1d(
-        x.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=ends
+        x.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=cu_seqlens
     )
     return convolved.transpose(1, 2)
 
 
 def gated_delta_rule(
-    ends: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
+    cu_seqlens: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
 ) -> Tensor:
     """Return the output of the gated delta rule, [1, T, heads, D]."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     output, _ = chunk_gated_delta_rule(
-        query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends
+        query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
     )
     return output
 
 
-def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+def scan(
+    cu_seqlens: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> Tensor:
     """Return the output of Mamba-2's scan, FP32 [1, T, heads, D].
 
     The scan is a gated linear attention with queries C, keys B, values dt x and the decay exp(A dt)
@@ -53,7 +55,7 @@ def scan(ends: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
     keys, queries = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (B, C))
     values = x * dt[..., None]
     decay = A.float() * dt
-    output, _ = chunk_simple_gla(queries, keys, values, decay, scale=1.0, cu_seqlens=ends)
+    output, _ = chunk_simple_gla(queries, keys, values, decay, scale=1.0, cu_seqlens=cu_seqlens)
     return output + D[:, None] * x
 
 
@@ -87,25 +89,27 @@ def _drawn(*shape: int) -> Tensor:
     return torch.rand(1, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def _ends() -> Tensor:
+def _cu_seqlens() -> Tensor:
     """Return boundaries of two documents in 128 tokens. The last entry is unused."""
     return torch.tensor([0, 40, 128, 128], dtype=torch.int32, device="cuda")
 
 
 def _try_convolution() -> Tensor:
     weight = torch.ones(64, 4, device="cuda", dtype=torch.bfloat16)
-    return convolution(_ends(), _drawn(64, 128), weight, None, "silu")
+    return convolution(_cu_seqlens(), _drawn(64, 128), weight, None, "silu")
 
 
 def _try_gated_delta_rule() -> Tensor:
     query, key, value = (_drawn(128, 2, 64) for _ in range(3))
-    return gated_delta_rule(_ends(), query, key, value, -_drawn(128, 2).float(), _drawn(128, 2))
+    return gated_delta_rule(
+        _cu_seqlens(), query, key, value, -_drawn(128, 2).float(), _drawn(128, 2)
+    )
 
 
 def _try_scan() -> Tensor:
     decay = -torch.ones(2, device="cuda")
     keys, queries = (_drawn(128, 1, 64) for _ in range(2))
-    return scan(_ends(), _drawn(128, 2, 64), _drawn(128, 2), decay, keys, queries, decay)
+    return scan(_cu_seqlens(), _drawn(128, 2, 64), _drawn(128, 2), decay, keys, queries, decay)
 
 
 # Map the names of transformers' functions to functions that run their kernels on small inputs.

@@ -7,7 +7,7 @@ On a GPU, the kernels of the package fla-core compute all documents at once
 The functions have two arguments before those of transformers' functions:
 
 * `plain`: transformers' function.
-* `ends`: the boundaries of the documents, like `cu_seqlens` of `pretrain.model.attention`.
+* `cu_seqlens`: the offsets of the documents, as in packed attention (`pretrain.model.attention`).
 
 T is the number of tokens of a microbatch. Tensors have the shape [1, T, ...]. The input and the
 output of a convolution have the shape [1, channels, T].
@@ -25,14 +25,14 @@ from torch import Tensor
 from pretrain.model.hybrids import kernels
 
 
-def lengths_of(ends: Tensor) -> list[int]:
-    """Return the lengths of the documents. Skip unused entries of `ends`, which repeat the end."""
-    return [length for length in ends.diff().tolist() if length]
+def lengths_of(cu_seqlens: Tensor) -> list[int]:
+    """Return the lengths of the documents. Skip unused entries, which repeat the last offset."""
+    return [length for length in cu_seqlens.diff().tolist() if length]
 
 
 def convolution(
     plain: Callable[..., Tensor],
-    ends: Tensor,
+    cu_seqlens: Tensor,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -44,14 +44,14 @@ def convolution(
     weight: [channels, width]. The kernel covers a token and the `width` - 1 tokens before it.
     """
     if hidden_states.is_cuda:
-        return kernels.convolution(ends, hidden_states, weight, bias, activation)
-    parts = hidden_states.split(lengths_of(ends), -1)
+        return kernels.convolution(cu_seqlens, hidden_states, weight, bias, activation)
+    parts = hidden_states.split(lengths_of(cu_seqlens), -1)
     return torch.cat([plain(part, weight, bias, activation) for part in parts], -1)
 
 
 def gated_delta_rule(
     plain: Callable[..., tuple[Tensor, None]],
-    ends: Tensor,
+    cu_seqlens: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -59,14 +59,19 @@ def gated_delta_rule(
     beta: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of the gated delta rule [1, T, heads, D], and None in place of a state.
+    """Return the output of the gated delta rule [1, T, heads, D], and None.
 
-    The function normalizes queries and keys.
+    None takes the place of the last state, which only generation needs. The function normalizes
+    queries and keys.
+
+    query, key, value: [1, T, heads, D]. The D of values may differ from the D of queries and keys.
+    g: logarithms of the decay of the state, [1, T, heads].
+    beta: factors of the corrections, [1, T, heads].
     """
     tensors = (query, key, value, g, beta)
     if query.is_cuda:
-        return kernels.gated_delta_rule(ends, *tensors), None
-    lengths = lengths_of(ends)
+        return kernels.gated_delta_rule(cu_seqlens, *tensors), None
+    lengths = lengths_of(cu_seqlens)
     documents = zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)
     outputs = [plain(*document, use_qk_l2norm_in_kernel=True)[0] for document in documents]
     return torch.cat(outputs, 1), None
@@ -74,7 +79,7 @@ def gated_delta_rule(
 
 def scan(
     plain: Callable[..., Tensor],
-    ends: Tensor,
+    cu_seqlens: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -96,8 +101,8 @@ def scan(
     """
     if hidden_states.is_cuda:
         steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-        return kernels.scan(ends, hidden_states, steps, A, B, C, D)
-    lengths = lengths_of(ends)
+        return kernels.scan(cu_seqlens, hidden_states, steps, A, B, C, D)
+    lengths = lengths_of(cu_seqlens)
     parts = (tensor.split(lengths, 1) for tensor in (hidden_states, dt, B, C))
     outputs = [
         plain(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretrain.model.hybrids.families import functions_of, mixers
+from pretrain.model.hybrids.families import mixers, mixing_functions
 
 # Tokens that fla-core's kernel of the gated delta rule processes at once.
 CHUNK = 64
@@ -18,7 +18,7 @@ def convolutions(model: PreTrainedModel) -> dict[str, Any]:
 
     Each channel is convolved separately, so each weight has one multiply-add per token.
     """
-    if not functions_of(model):
+    if not mixing_functions(model):
         return {}
     return {
         name: module.weight for name, module in model.named_modules() if type(module) is nn.Conv1d
@@ -63,7 +63,7 @@ def kept_values(model: PreTrainedModel) -> int:
 
 def layers_without_attention(model: PreTrainedModel) -> int:
     """Return the number of layers without attention. It is 0 for models that are not hybrid."""
-    if not functions_of(model):
+    if not mixing_functions(model):
         return 0
     states = {name for name, _ in mixers(model)}
     attentions = [
@@ -81,4 +81,4 @@ def is_one_matrix(model: PreTrainedModel, module_name: str) -> bool:
     or stack matrices by heads, so they cannot be divided equally. For example, `in_proj_qkv` of
     Qwen3.5 has queries, keys and values.
     """
-    return bool(functions_of(model)) and hasattr(model.get_submodule(module_name), "layer_idx")
+    return bool(mixing_functions(model)) and hasattr(model.get_submodule(module_name), "layer_idx")

@@ -113,7 +113,7 @@ def test_parity_finds_a_state_that_passes_into_the_next_document(
 ) -> None:
     def leaking(
         plain: Callable[..., Tensor],
-        ends: Tensor,
+        cu_seqlens: Tensor,
         *args: Any,
         max_seqlen: int | None = None,
         documents: Tensor | None = None,
@@ -139,12 +139,12 @@ def test_experts_whose_roundings_depend_on_other_tokens_pass_parity(
 # ── Kernels of fla-core, which cannot run on a CPU ───────────────────────────────────────────
 
 
-def steps_of(ends: Tensor, *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
+def steps_of(cu_seqlens: Tensor, *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
     """Return True for the first token of a document, and the token's part of tensors [1, T, ...].
 
     The list has one entry for each token.
     """
-    first_tokens = set(ends.tolist())
+    first_tokens = set(cu_seqlens.tolist())
     steps = []
     for token in range(tensors[0].shape[1]):
         parts = tuple(tensor[0, token] for tensor in tensors)
@@ -222,12 +222,12 @@ def test_kernels_compute_the_functions_of_transformers(
     packed = packed_model(kind, "fp32")
     _, mixer = next(mixers(packed.hf))
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
-    ends = torch.tensor([0, 3, 4, 40, 40], dtype=torch.int32)
-    expected = mixer(x, cu_seqlens=ends)
+    cu_seqlens = torch.tensor([0, 3, 4, 40, 40], dtype=torch.int32)
+    expected = mixer(x, cu_seqlens=cu_seqlens)
     on_gpu = property(lambda _: True)
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "is_cuda", on_gpu)
-        output = mixer(x, cu_seqlens=ends)
+        output = mixer(x, cu_seqlens=cu_seqlens)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -260,16 +260,18 @@ def test_flops_of_states_are_those_of_the_recurrence(
     plain = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    ends = torch.tensor([0, tokens])
+    cu_seqlens = torch.tensor([0, tokens])
 
     def recurrent(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
     ) -> tuple[Tensor, None]:
-        return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
+        return delta_rule(
+            query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
+        )
 
     def scanned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Tensor:
         queries, keys = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
-        output, _ = gated_attention(queries, keys, x, A * dt, scale=1.0, cu_seqlens=ends)
+        output, _ = gated_attention(queries, keys, x, A * dt, scale=1.0, cu_seqlens=cu_seqlens)
         return output
 
     module = importlib.import_module(type(plain).__module__)
