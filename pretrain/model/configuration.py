@@ -100,19 +100,23 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     effect, and for values that the configuration class rejects. transformers itself would accept
     unknown keys without a message.
     """
-    kind, stored, changes = _read(settings)
-    values = _rebased(kind, stored, changes) | changes if changes else stored
+    config_class, stored, changes = _read(settings)
+    values = _without_derived_values(config_class, stored, changes) | changes if changes else stored
     vocabulary = values.get("vocab_size")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        default = getattr(kind, key, None)
+        default = getattr(config_class, key, None)
         # The default of the class may be an id of a larger vocabulary.
         if isinstance(default, int) and isinstance(vocabulary, int) and default >= vocabulary:
             values = {key: None} | values
-    for key in (kind.attribute_map.get(size, size) for size in _SIZES):
+    for key in (config_class.attribute_map.get(size, size) for size in _SIZES):
         if isinstance(values.get(key), int) and values[key] < 1:
             raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
-    with explaining_transformers(f"`model.config`: {kind.__name__} does not accept these values"):
-        config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
+    with explaining_transformers(
+        f"`model.config`: {config_class.__name__} does not accept these values"
+    ):
+        config = config_class.from_dict(
+            copy.deepcopy(values) | {"model_type": config_class.model_type}
+        )
     _check_effects(config, values, changes, over_source=bool(stored))
     return config
 
@@ -126,19 +130,24 @@ def _check_effects(
 ) -> None:
     """Raise InputError if a key in `changes` has no effect on `config`.
 
-    `values` and `over_source` are as in `_has_effect`.
+    Args:
+        config: The configuration, made from `values`.
+        values: Map each key of the configuration to its value, including the changes.
+        changes: Map the keys that the recipe sets to their values.
+        over_source: True if the model has a source, whose values the recipe changes.
     """
-    kind = type(config)
+    config_class = type(config)
     for key in changes:
-        if not _has_effect(kind, values, key, over_source=over_source):
-            known = {*config_values(kind, {}), *kind.attribute_map} - {key}
-            near = _nearest(key, known)
-            if key == "num_hidden_layers" and "layer_types" in known:  # as in Nemotron-H
-                near = "; set `layer_types` to a list with the type of each layer"
+        if not _has_effect(config_class, values, key, over_source=over_source):
+            known_keys = {*config_values(config_class, {}), *config_class.attribute_map}
+            remedy = _suggestion(key, known_keys - {key})
+            if key == "num_hidden_layers" and "layer_types" in known_keys:
+                # Nemotron-H takes the number of layers from the length of `layer_types`.
+                remedy = "; set `layer_types` to a list with the type of each layer"
             raise InputError(
-                f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such "
-                "key, or reads the value from other keys, such as `rope_parameters` or "
-                f"`layer_types`{near}"
+                f"`model.config.{key}: {values[key]}` has no effect: {config_class.__name__} has "
+                "no such key, or reads the value from other keys, such as `rope_parameters` or "
+                f"`layer_types`{remedy}"
             )
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError(
@@ -146,8 +155,8 @@ def _check_effects(
             "`model.config.output_router_logits: true`, or remove it"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    is_changed = not changes.keys().isdisjoint(("rope_parameters", "rope_scaling"))
-    if is_changed and rope.get("rope_type") == "default" and "factor" in rope:
+    changes_rope = not changes.keys().isdisjoint(("rope_parameters", "rope_scaling"))
+    if changes_rope and rope.get("rope_type") == "default" and "factor" in rope:
         raise InputError(
             f"`model.config`: `factor: {rope['factor']}` has no effect with "
             "`rope_type: default`; either set another `rope_type`, such as linear, or remove it"
@@ -168,14 +177,14 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         if name not in CONFIG_MAPPING:
             raise InputError(
                 f"`model.config.model_type`: transformers has no model type {name!r}"
-                f"{_nearest(name, CONFIG_MAPPING)}"
+                f"{_suggestion(name, CONFIG_MAPPING)}"
             )
         text = f"{name}_text"
         if text in CONFIG_MAPPING and CONFIG_MAPPING[text] in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(
                 f"`model.config.model_type: {name}` reads more than text; set `model_type: {text}`"
             )
-        kind = CONFIG_MAPPING[name]
+        config_class = CONFIG_MAPPING[name]
     else:
         stored = _stored_config(settings)
         if not stored:
@@ -195,20 +204,20 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
             loaded = AutoConfig.from_pretrained(
                 str(settings.repository), revision=settings.revision, trust_remote_code=False
             )
-        kind = type(loaded)
+        config_class = type(loaded)
         if stored.get("model_type") in FAMILIES:
             # The configuration of the source may be that of a model with a vision part.
-            kind = CONFIG_MAPPING[stored["model_type"]]
-    names = kind.attribute_map | {"torch_dtype": "dtype"}
+            config_class = CONFIG_MAPPING[stored["model_type"]]
+    names = config_class.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}
         for values in (stored, changes)
     )
-    return kind, stored, changes
+    return config_class, stored, changes
 
 
-def _rebased(
-    kind: type[PretrainedConfig],
+def _without_derived_values(
+    config_class: type[PretrainedConfig],
     stored: dict[str, Any],
     changes: dict[str, Any],
 ) -> dict[str, Any]:
@@ -221,17 +230,18 @@ def _rebased(
     transformers wrote instead, such as `rope_theta`. But if `changes` contains `rope_parameters`,
     only the older key `rope_scaling` is dropped, and `rope_parameters` is kept.
     """
-    base = dict(stored)
+    values = dict(stored)
     if "rope_parameters" in changes:
-        base.pop("rope_scaling", None)
+        values.pop("rope_scaling", None)
     elif isinstance(rope := stored.get("rope_parameters"), dict):
-        unfolded = without_key("rope_parameters", base) | rope_in_old_keys(rope)
-        if is_same(kind, stored, unfolded):
-            base = unfolded
-    for key in [key for key, value in base.items() if isinstance(value, list)]:
-        if is_same(kind, stored, without_key(key, base)):
-            del base[key]
-    return base
+        with_old_keys = without_key("rope_parameters", values) | rope_in_old_keys(rope)
+        if is_same(config_class, stored, with_old_keys):
+            values = with_old_keys
+    for key in [key for key, value in values.items() if isinstance(value, list)]:
+        # A list is derived if transformers computes the same list without it.
+        if is_same(config_class, stored, without_key(key, values)):
+            del values[key]
+    return values
 
 
 def rope_in_old_keys(rope: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +251,8 @@ def rope_in_old_keys(rope: dict[str, Any]) -> dict[str, Any]:
     return top_level | {"rope_scaling": scaling}
 
 
-def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Return all public values of a configuration of class `kind` that is made from `values`.
+def config_values(config_class: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """Return all public values of the configuration that the class makes from `values`.
 
     Return an empty dict if the class rejects the values. Warnings of transformers are hidden.
 
@@ -251,12 +261,12 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
     with (
         suppress(InputError),
-        explaining_transformers(kind.__name__),
+        explaining_transformers(config_class.__name__),
         quiet,
         warnings.catch_warnings(action="ignore"),
     ):
-        made = kind.from_dict(copy.deepcopy(values)).to_dict()
-        return {key: value for key, value in made.items() if not key.startswith("_")}
+        config = config_class.from_dict(copy.deepcopy(values)).to_dict()
+        return {key: value for key, value in config.items() if not key.startswith("_")}
     return {}
 
 
@@ -264,16 +274,18 @@ def without_key(key: str, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != key}
 
 
-def is_same(kind: type[PretrainedConfig], values: dict[str, Any], other: dict[str, Any]) -> bool:
+def is_same(
+    config_class: type[PretrainedConfig], values: dict[str, Any], other: dict[str, Any]
+) -> bool:
     """Return True if `other` describes the same configuration as `values`.
 
     `other` may have additional unknown keys, which a configuration stores.
     """
-    return config_values(kind, values).items() <= config_values(kind, other).items()
+    return config_values(config_class, values).items() <= config_values(config_class, other).items()
 
 
 def _has_effect(
-    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+    config_class: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
 ) -> bool:
     """Return False if the configuration class has no `key`, or if `key` has no effect.
 
@@ -282,29 +294,29 @@ def _has_effect(
     null instead of its default, or another key of the file may turn this key off.
 
     Args:
-        kind: The configuration class.
+        config_class: The configuration class.
         values: Map each key of the configuration to its value.
         key: The key of `values` to check.
         over_source: True if the model has a source, whose values `key` changes.
     """
-    value = values[key]
-    remaining = without_key(key, values)
-    without = config_values(kind, remaining)
     if key.startswith("_"):
         return False
-    # The layers of many models read `head_dim`, although their configurations lack it.
-    if not without or key == "head_dim":
+    value = values[key]
+    remaining = without_key(key, values)
+    defaults = config_values(config_class, remaining)
+    # A class that rejects a configuration without the key needs the key. The layers of many models
+    # read `head_dim`, although their configurations lack it.
+    if not defaults or key == "head_dim":
         return True
-    if key not in without:
-        return _has_reaction(kind, remaining, key, value)
-    # The class adds missing entries to a dict, so the dict in the configuration may differ from the
-    # dict in `values`.
-    is_kept = without[key] == value or isinstance(value, dict)
-    return not over_source or is_kept or not is_same(kind, remaining, values)
+    if key not in defaults:
+        return _other_keys_depend_on(config_class, remaining, key, value)
+    # The class adds missing entries to a dict, so a dict cannot be compared with the default.
+    is_default = defaults[key] == value or isinstance(value, dict)
+    return not over_source or is_default or not is_same(config_class, remaining, values)
 
 
-def _has_reaction(
-    kind: type[PretrainedConfig], values: dict[str, Any], key: str, value: Any
+def _other_keys_depend_on(
+    config_class: type[PretrainedConfig], values: dict[str, Any], key: str, value: Any
 ) -> bool:
     """Return True if another key of the configuration made from `values` depends on `key`.
 
@@ -312,7 +324,7 @@ def _has_reaction(
     """
     for trial in (value, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
         changed = values | {key: trial}
-        if config_values(kind, changed) and not is_same(kind, values, changed):
+        if config_values(config_class, changed) and not is_same(config_class, values, changed):
             return True
     return False
 
@@ -356,6 +368,7 @@ def _stored_config(settings: ModelSettings) -> dict[str, Any]:
     return text | shared
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean `{near[0]}`?" if near else ""
+def _suggestion(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the most similar of `words`, or "" if none is similar."""
+    similar = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean `{similar[0]}`?" if similar else ""
