@@ -55,7 +55,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def by_umask(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Set the mode of a file to the read and write permissions of its folder.
 
     safetensors ignores the umask when it creates a file. The folder was created with the umask, so

@@ -58,7 +58,7 @@ from torch.distributed.tensor import DTensor
 from foundation.errors import InputError, as_input_error
 from foundation.files import (
     FileRecord,
-    by_umask,
+    apply_umask,
     fsync,
     hash_file,
     hash_of,
@@ -323,7 +323,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
             path,
             metadata={"format": "pt"},
         )
-    by_umask(path)
+    apply_umask(path)
     fsync(path)
     return FileRecord(path.name, path.stat().st_size, {"sha256": hash_file(path)})
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from foundation.files import by_umask, new_folder
+from foundation.files import apply_umask, new_folder
 from foundation.progress import advance
 from pretrain.model.configuration import explaining_transformers, is_same, rope_in_old_keys
 
@@ -27,7 +27,7 @@ def write_model(
     tensors: Iterable[tuple[str, Tensor]],
     tokenizer: Any | None,
     folder: Path,
-    beside: Mapping[str, bytes],
+    further_files: Mapping[str, bytes],
 ) -> None:
     """Write the model to a folder that AutoModelForCausalLM can load.
 
@@ -41,32 +41,34 @@ def write_model(
             dtypes of `named_tensors(hf)`.
         tokenizer: The tokenizer to write, or None.
         folder: The folder to write.
-        beside: Map the names of additional files to their content.
+        further_files: Map the names of further files to their content.
     """
     with (
         explaining_transformers(
             f"{folder}: the model cannot be written",
             "the checkpoints of the run have the model, so run the command again",
         ),
-        new_folder(folder, replace=True) as writing,
+        new_folder(folder, replace=True) as new,
     ):
         weights = {}
         for name, tensor in tensors:
             weights[name] = tensor.cpu()
             advance()
         # This call writes the configurations too.
-        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
-        file = writing / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) | keys_of_other_programs(hf.config)
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        hf.save_pretrained(new, state_dict=weights, max_shard_size="5GB")
+        config_file = new / "config.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config |= keys_of_other_programs(hf.config)
+        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save_pretrained(writing)
-        for name, content in beside.items():
-            (writing / name).write_bytes(content)
-        for file in writing.glob("*.safetensors"):
-            by_umask(file)
-        # Only a folder with nothing but an export is replaced.
-        written = set(os.listdir(writing))
+            tokenizer.save_pretrained(new)
+        for name, content in further_files.items():
+            (new / name).write_bytes(content)
+        for file in new.glob("*.safetensors"):
+            apply_umask(file)
+        # Only a folder with nothing but an export is replaced. An error here keeps the old folder,
+        # and `explaining_transformers` re-raises the ValueError as InputError.
+        written = set(os.listdir(new))
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
                 raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
