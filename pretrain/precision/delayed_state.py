@@ -74,9 +74,12 @@ class DelayedState:
         # tensor is replaced, never modified, because recomputed layers use it again.
         self.forward_scales = torch.empty(0)
         self._in_forward = False
+        # False while backward recomputes a layer. The original forward has recorded its amaxes.
         self._recording = True
+        # True if gradients have been recorded since their scales were updated.
         self._backward_ran = False
-        self._end_expected = False
+        # True if autograd will call `_update_after_backward` when the running backward ends.
+        self._callback_is_queued = False
 
     def register(self, module: str) -> int:
         """Add a layer. Return its index, which `scale` and `record` accept as `module`."""
@@ -132,10 +135,10 @@ class DelayedState:
             # backward runs inside of the forward. The chunks queue no callback, because the
             # callback of the model's backward uses their amaxes too.
             self._backward_ran = True
-            if not self._in_forward and not self._end_expected:
+            if not self._in_forward and not self._callback_is_queued:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._update_after_backward)
-                self._end_expected = True
+                self._callback_is_queued = True
         elif not self._recording:
             return
         direction, slot = PLACES[role]
@@ -152,20 +155,20 @@ class DelayedState:
         tensors = {}
         for direction in SLOTS:
             state = self._state_of(direction)
-            for number, module in enumerate(self._modules):
+            for index, module in enumerate(self._modules):
                 prefix = f"fp8/{module}/{direction}"
-                tensors[f"{prefix}/amax_history"] = state.amax_history[:, number]
-                tensors[f"{prefix}/scale"] = state.scale[number]
+                tensors[f"{prefix}/amax_history"] = state.amax_history[:, index]
+                tensors[f"{prefix}/scale"] = state.scale[index]
         return tensors
 
-    def forget_pass(self) -> None:
-        """Reset the flags of a pass that failed, so that its backward is no longer expected."""
+    def drop_pass(self) -> None:
+        """Reset the flags of a pass that failed, so that nothing waits for its backward."""
         self._backward_ran = False
-        self._end_expected = False
+        self._callback_is_queued = False
 
     def _update_after_backward(self) -> None:
         """Update the scales of gradients if a backward has run since the last update."""
-        self._end_expected = False
+        self._callback_is_queued = False
         if self._backward_ran:
             self._update("backward")
             self._backward_ran = False
@@ -187,6 +190,7 @@ class DelayedState:
             live.copy_(new)  # in place, because `state` returns views of the tensor
 
     def _state_of(self, direction: Direction) -> DirectionState:
+        """Return the state of a direction. The first call allocates it for all layers."""
         if direction not in self._states:
             shape = len(self._modules), len(SLOTS[direction])
             self._states[direction] = DirectionState(

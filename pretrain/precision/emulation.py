@@ -94,7 +94,7 @@ class EmulationEngine(GemmEngine):
     def reset(self) -> None:
         super().reset()
         if self.delayed is not None:
-            self.delayed.forget_pass()
+            self.delayed.drop_pass()
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
