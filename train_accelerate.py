@@ -109,7 +109,7 @@ def launch(arguments: argparse.Namespace) -> int:
     address = config.run_address_of(recipe)
     # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
-        distributed.refused_together(
+        distributed.raise_on_all_ranks(
             lambda: check_free(run_dir, address) if is_main_process else None
         )
     opener = partial(open_prepared, arguments.recipe) if arguments.plan else open_data
@@ -124,7 +124,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         return print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
-        distributed.refused_together(
+        distributed.raise_on_all_ranks(
             lambda: open_run_folder(job.run_dir, address, owner=is_main_process)
         ) as folder,
         startup.explaining_errors(),
@@ -156,7 +156,7 @@ def carry_out(
     job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
-    distributed.refused_together(folder.claim)
+    distributed.raise_on_all_ranks(folder.claim)
     resumed_step = source.step if source else 0
     if resumed_step >= job.plan.steps and report_if_finished(job, folder, console):
         return 0
@@ -254,7 +254,7 @@ def build(
     )
     if source:
         # Before checkpoints are renamed, so that no later start restores one of them.
-        distributed.refused_together(
+        distributed.raise_on_all_ranks(
             lambda: folder.stored.go_back(state.step) if folder.stored else None
         )
         checkpoints.abandon_newer(state.step)

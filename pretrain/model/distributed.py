@@ -269,17 +269,17 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
 
 
-def refused_together(make: Callable[[], T]) -> T:
-    """Call `make` on all ranks and return its result.
+def raise_on_all_ranks(function: Callable[[], T]) -> T:
+    """Call `function` on all ranks and return its result.
 
-    All ranks must call this function. If `make` raises InputError on any rank, all ranks raise
+    All ranks must call this function. If `function` raises InputError on any rank, all ranks raise
     InputError with the message of the first of these ranks. Without this exchange, only the failing
     rank would stop, and the other ranks would wait for it in their next collective.
     """
     result = None
     refusal = None
     try:
-        result = make()
+        result = function()
     except InputError as error:
         refusal = str(error)
     for message in from_all_ranks(refusal):

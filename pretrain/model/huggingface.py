@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from foundation.errors import InputError
 from pretrain.model import attention, routing
 from pretrain.model.configuration import explaining_transformers
-from pretrain.model.distributed import from_all_ranks, refused_together
+from pretrain.model.distributed import from_all_ranks, raise_on_all_ranks
 from pretrain.model.loss.head import check as check_loss
 from pretrain.model.scores import admit_packed_sdpa
 from pretrain.precision.grouped import check_experts
@@ -257,7 +257,7 @@ def build_on_first_rank(
     make = partial(
         build, settings, config, weights=value_dtype, seed=seed, device=device, backend=backend
     )
-    full = refused_together(lambda: make().cpu() if accelerator.is_main_process else None)
+    built = raise_on_all_ranks(lambda: make().cpu() if accelerator.is_main_process else None)
     with accelerator.device, init_empty_weights(include_buffers=False):
         meta_model = AutoModelForCausalLM.from_config(
             config,
@@ -267,10 +267,11 @@ def build_on_first_rank(
         )
     meta_model.tie_weights()
     round_weights(meta_model, parameter_dtype)
-    _broadcast_buffers(full, meta_model)
-    generation_config = full.generation_config if full else None
+    _broadcast_buffers(built, meta_model)
+    generation_config = built.generation_config if built else None
+    # All ranks get the configuration of the first rank.
     meta_model.generation_config = from_all_ranks(generation_config)[0]
-    parameters = full.named_parameters() if full else ()
+    parameters = built.named_parameters() if built else ()
     values = {name: parameter.data.to(value_dtype) for name, parameter in parameters}
     return meta_model, values
 

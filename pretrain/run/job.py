@@ -31,7 +31,7 @@ from pretrain.model.distributed import (
     device_of,
     gathers_once_a_step,
     processes_on_host,
-    refused_together,
+    raise_on_all_ranks,
     replicas_of,
 )
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
@@ -211,7 +211,7 @@ def prepare_job(
         use_one_thread(plan)
     cuda_graphs(plan, shapes)
     if plan.recipe.optimizer.offload != "none" and plan.devices.type == "cuda":
-        refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
+        raise_on_all_ranks(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
     return Job(plan, run_dir_of(recipe), shapes, data, tokenizer, source_config(recipe.model))
 
 

@@ -14,7 +14,7 @@ from packing.batch import Prefetch, StepBatches
 from packing.stream import PackerProcess
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.model.distributed import largest_over_ranks, refused_together
+from pretrain.model.distributed import largest_over_ranks, raise_on_all_ranks
 from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
@@ -41,7 +41,7 @@ def start_stream(
     # Read from the first pack if there is no checkpoint, or if it belongs to another stream.
     record = {} if source is None or source.is_of_another_stream(job) else source.record
     stream.start_at(record.get("stream"))
-    stream.packer = refused_together(
+    stream.packer = raise_on_all_ranks(
         lambda: (
             PackerProcess(job.recipe.data, stream.position) if accelerator.is_main_process else None
         )
