@@ -10,9 +10,9 @@ on every GPU (`SPARE`).
 
 A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
 Parameters, main gradients, histories and scales never move. A newly quantized weight overwrites the
-weight of the previous step (`Gemm.overwrites`). A graph is captured when a microbatch first needs
-it. Each engine has one graph for each length of `cu_seqlens`. The first microbatch of a step needs
-separate graphs, because it quantizes the weights.
+weight of the previous step (`Gemm.overwrites_weight`). A graph is captured when a microbatch first
+needs it. Each engine has one graph for each length of `cu_seqlens`. The first microbatch of a step
+needs separate graphs, because it quantizes the weights.
 
 With several processes, graphs contain the exchange of amaxes of delayed scaling. With DDP, the last
 microbatch of a step has separate graphs, which contain the sums of gradients over ranks. With
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +39,7 @@ from torch import Tensor
 from foundation import units
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
-from pretrain.model.distributed import largest_over_ranks, refused_together
+from pretrain.model.distributed import largest_over_ranks, raise_on_all_ranks
 from pretrain.model.gradients import RankSums
 from pretrain.model.packed import (
     TENSORS,
@@ -84,6 +84,18 @@ def capture(
         return graph, function()
 
 
+class CapturedMicrobatch(NamedTuple):
+    """A graph, and the tensors at fixed addresses that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    # Result of the graph.
+    loss: Tensor
+    # Microbatch that the graph reads.
+    batch: Microbatch
+    # Factor of the loss in backward, an FP32 scalar that the graph reads.
+    scale: Tensor
+
+
 @dataclass
 class MicrobatchGraphs:
     """The CUDA graphs of a model, and the decision whether its steps use them."""
@@ -93,11 +105,11 @@ class MicrobatchGraphs:
     status: str
     # Function that is called with each decision.
     report: Callable[[str], None]
-    # Map the key that `_captured_for` computes for a microbatch to the graph, the loss of the
-    # graph, the buffers of the microbatch, and the buffer of the factor of the loss.
-    captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
-    # The Gemms of the model, from the first capture on. Their new weights overwrite cached ones.
-    overwriting: Sequence[Gemm] = ()
+    # Map the key that `_captured_for` computes for a microbatch to its graph.
+    captured: dict[Any, CapturedMicrobatch] = field(default_factory=dict)
+    # The Gemms whose cached weights are read by graphs: all Gemms of the model from the first
+    # capture on.
+    captured_gemms: Sequence[Gemm] = ()
 
     def compute(
         self,
@@ -119,9 +131,7 @@ class MicrobatchGraphs:
             try:
                 if not self.captured:
                     self._check_memory(accelerator)
-                graph, loss, fixed, factor = self._captured_for(
-                    model, accelerator, batch, rank_sums
-                )
+                captured = self._captured_for(model, accelerator, batch, rank_sums)
             except InputError as refusal:
                 if self.status == "on":
                     raise impossible(str(refusal)) from refusal
@@ -130,27 +140,27 @@ class MicrobatchGraphs:
                 self.report(self.status)
             else:
                 for name in TENSORS:
-                    getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
-                factor.fill_(scale)
-                graph.replay()
-                return loss
+                    getattr(captured.batch, name).copy_(getattr(batch, name), non_blocking=True)
+                captured.scale.fill_(scale)
+                captured.graph.replay()
+                return captured.loss
         return compute_microbatch(model, accelerator, batch, scale, rank_sums)
 
     def drop(self) -> None:
         """Drop all graphs, and free their memory.
 
-        The next `Gemm.forget` frees the weights that the graphs have read.
+        From now on, `Gemm.drop_weight` frees the weights that the graphs have read.
 
         Call this before the precision changes. Otherwise the graphs and the quantized weights of
         the previous precision would stay in memory. If graphs are on, `compute` measures the memory
         again and captures new graphs. Before the first capture, this method does nothing, because
         a step takes 0.2 s longer after its memory was returned to the driver.
         """
-        if self.captured or self.overwriting:
+        if self.captured or self.captured_gemms:
             self.captured.clear()
-            for gemm in self.overwriting:
-                gemm.overwrites = False
-            self.overwriting = ()
+            for gemm in self.captured_gemms:
+                gemm.overwrites_weight = False
+            self.captured_gemms = ()
             torch.cuda.empty_cache()
 
     def _check_memory(self, accelerator: Accelerator) -> None:
@@ -181,19 +191,19 @@ class MicrobatchGraphs:
         accelerator: Accelerator,
         batch: Microbatch,
         rank_sums: RankSums | None,
-    ) -> tuple[Any, Tensor, Microbatch, Tensor]:
-        """Return the value of `captured` for a microbatch. Capture the graph if it does not exist.
+    ) -> CapturedMicrobatch:
+        """Return the graph for a microbatch. Capture the graph if it does not exist.
 
         If the capture fails on some rank, raise InputError with its message on all ranks.
         """
         context = model.context
-        sums = rank_sums is not None
-        key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, sums)
+        sums_over_ranks = rank_sums is not None
+        key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, sums_over_ranks)
         if key not in self.captured:
-            self.overwriting = model.gemms
-            for gemm in self.overwriting:
-                gemm.overwrites = True
-            self.captured[key] = refused_together(
+            self.captured_gemms = model.gemms
+            for gemm in self.captured_gemms:
+                gemm.overwrites_weight = True
+            self.captured[key] = raise_on_all_ranks(
                 lambda: self._capture(model, accelerator, batch, rank_sums)
             )
         return self.captured[key]
@@ -204,18 +214,19 @@ class MicrobatchGraphs:
         accelerator: Accelerator,
         batch: Microbatch,
         rank_sums: RankSums | None,
-    ) -> tuple[Any, Tensor, Microbatch, Tensor]:
-        """Capture the graph of a microbatch, and return its value of `captured`.
+    ) -> CapturedMicrobatch:
+        """Capture and return the graph of a microbatch.
 
         Raises InputError if the capture fails.
         """
         try:
-            fixed = replace(batch, **inputs_of(batch, accelerator.device))
-            # The graph reads this scalar. `compute` sets it before each replay.
-            factor = torch.empty((), device=accelerator.device)
-            compute = partial(compute_microbatch, model, accelerator, fixed, factor, rank_sums)
-            pool = next((graph.pool() for graph, *_ in self.captured.values()), None)
+            fixed_batch = replace(batch, **inputs_of(batch, accelerator.device))
+            # `compute` sets this scalar before each replay.
+            scale = torch.empty((), device=accelerator.device)
+            compute = partial(compute_microbatch, model, accelerator, fixed_batch, scale, rank_sums)
+            # All graphs share the memory pool of the first one.
+            pool = next((earlier.graph.pool() for earlier in self.captured.values()), None)
             graph, loss = capture(compute, pool)
         except RuntimeError as error:
             raise InputError(one_line(error)) from error
-        return graph, loss, fixed, factor
+        return CapturedMicrobatch(graph, loss, fixed_batch, scale)

@@ -79,7 +79,7 @@ class Gemm(ABC):
         self.weight: Operand | None = None
         # True if CUDA graphs read the cached weight at a fixed address. A newly quantized weight
         # then overwrites the cached one.
-        self.overwrites = False
+        self.overwrites_weight = False
 
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
         """Prepare a forward pass over `x` [tokens, in]. Called before the first `quantize`."""
@@ -117,7 +117,7 @@ class Gemm(ABC):
         """
         if not differentiable:
             return self.quantize("weight", matrix(), both=False)
-        if refresh and self.overwrites and self.weight is not None:
+        if refresh and self.overwrites_weight and self.weight is not None:
             self.overwrite_weight(matrix())
         elif refresh or self.weight is None:
             # Free the cached weight before the next one is created. Memory may not suffice for two
@@ -126,12 +126,13 @@ class Gemm(ABC):
             self.weight = self.quantize("weight", matrix())
         return self.weight
 
-    def forget(self) -> None:
+    def drop_weight(self) -> None:
         """Drop the cached weight, unless CUDA graphs read it at a fixed address.
 
         A weight that CUDA graphs read is overwritten by the first microbatch of the next step.
         """
-        self.weight = self.weight if self.overwrites else None
+        if not self.overwrites_weight:
+            self.weight = None
 
     def overwrite_weight(self, matrix: Tensor) -> None:
         """Quantize the weight `matrix` [out, in] into the memory of the cached weight."""
@@ -336,7 +337,7 @@ class GemmEngine(ABC):
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
         for gemm in self.gemms.values():
-            gemm.forget()
+            gemm.drop_weight()
 
     @abstractmethod
     def describe(self) -> str:

@@ -181,7 +181,7 @@ class PrecisionContext:
         this method also after a pass that failed. Otherwise the next recomputation of a layer would
         use the scales that the failed pass stored.
         """
-        self.forget()
+        self.reset_engines()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
             tensor.copy_(before)
 
@@ -197,7 +197,7 @@ class PrecisionContext:
         finally:
             self.go_back(copies)
 
-    def forget(self) -> None:
+    def reset_engines(self) -> None:
         """Reset the engines to their state before the first forward."""
         for engine in self.engines.values():
             engine.reset()

@@ -140,7 +140,7 @@ class Assembly:
         present weights. The model is audited again. Raises InputError if a product does not compute
         in the precision. All ranks must call this method.
         """
-        self.context.forget()
+        self.context.reset_engines()
         self.context.current = active
         # Set a seed, because dropout changes the amaxes in the histories. Without the seed, the
         # histories would depend on all random numbers that this process has drawn before. A run

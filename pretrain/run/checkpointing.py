@@ -213,7 +213,7 @@ def restore(
     """
     state = source.state(job)
     # Drop the quantized copies of the initial weights, which the audit has made.
-    assembly.context.forget()
+    assembly.context.reset_engines()
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health

@@ -213,7 +213,7 @@ def check_parity(
         for product in model.fused.products if model.fused else ():
             # Free the cached weight of the unquantized path, because it is possible that training
             # never uses this path.
-            product.plain.forget()
+            product.plain.drop_weight()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             # The peak memory that the run reports must not include this comparison.

@@ -114,7 +114,7 @@ def trained(
         if rehearsed:
             forward_backward(packed, step_of(20, length), accelerator)
             packed(**inputs_of(step_of(21, length).microbatches[0], accelerator.device))
-            packed.context.forget()
+            packed.context.reset_engines()
             clear_main_gradients(packed.parameters())
         for number in range(steps):
             histories = packed.context.copied_state()

@@ -262,7 +262,7 @@ FAULTS: dict[str, tuple[Callable[[Assembly], object], str]] = {
     "second moments are forgotten": (forget("exp_avg_sq"), "exp_avg_sq/"),
     "remainders are forgotten": (forget("remainder"), "remainder/"),
     "a weight has another bit": (flip_a_bit, "1 tensors .*transformer.ln_f.bias"),
-    "histories are forgotten": (lambda assembly: assembly.context.forget(), "amax_history"),
+    "histories are forgotten": (lambda assembly: assembly.context.reset_engines(), "amax_history"),
     "a pack is repeated": (lambda assembly: None, "packs begin at position 15 .*, not at 16"),
 }
 

@@ -171,7 +171,7 @@ def test_captured_weights_stay_at_their_addresses_after_a_reset(
     addresses = [product.plain.weight.data_ptr() for product in packed.fused.products]
     packed.context.go_back(packed.context.copied_state())
     for product in packed.fused.products:
-        product.plain.forget()
+        product.plain.drop_weight()
     with torch.no_grad():
         packed.fused.products[0].weights[0].fill_(0.5)
     forward_backward(packed, batches_of([3], 1), accelerator)  # as in an observed step
@@ -195,7 +195,7 @@ def test_dropped_graphs_and_weights_are_made_again(
     assert not graphs.captured
     assert packed.fused
     for product in packed.fused.products:
-        product.plain.forget()
+        product.plain.drop_weight()
         assert product.plain.weight is None
     actual += trained(packed, accelerator, graphs.compute)
     assert_equal(actual, expected)
@@ -253,7 +253,7 @@ def test_without_a_capture_auto_continues_and_on_stops(
     assert actual == expected
     assert [report[:5] for report in reports] == ["on: 7", "off: "]
     assert graphs.status == reports[-1] == "off: operation not permitted when stream is capturing"
-    assert packed.gemms and not any(gemm.overwrites for gemm in packed.gemms)
+    assert packed.gemms and not any(gemm.overwrites_weight for gemm in packed.gemms)
     required = make_graphs("on", pytest.fail, fail)
     with pytest.raises(InputError, match=r"`model\.cuda_graphs: on` is impossible.* not permitted"):
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
