@@ -8,7 +8,7 @@ head are tied, they are one shard group. docs/developers/distributed.md describe
 * ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
   the microbatches of the step.
 * ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
-  gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`. The
+  gradients are accumulated in the shards, in the dtype `Sharding.reduced_dtype`. The
   groups of the final norm and of a tied embedding are gathered and reduced once a step, as in
   ZeRO-2.
 
@@ -26,8 +26,8 @@ time is in its backward. The only exceptions are groups whose backward overlaps 
 other groups: each of them has separate memory.
 
 FSDP2 returns reduced gradients in the dtype of the parameter, which would round the FP32 sums of
-BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32, BF16 shards and
-their remainder bits (`weights: bf16_exact`) get the same updates as in one process.
+BF16 weights. `Sharding` changes the returned dtype to `reduced_dtype`. If it is FP32, BF16 shards
+and their remainder bits (`weights: bf16_exact`) get the same updates as in one process.
 
 This file uses private attributes of FSDP2's groups and parameters. These attributes exist in torch
 2.11 to 2.14.
@@ -147,7 +147,7 @@ class Sharding:
 
     Args:
         model: The prepared PackedLanguageModel.
-        kept: Dtype of the reduced gradients in the shards.
+        reduced_dtype: Dtype of the reduced gradients in the shards.
         stacks: Lists of parameters of the sharded model. The parameters of a list are the rows of
             one matrix; see `attach_main_gradients`.
         once_a_step: True for ZeRO-2, False for ZeRO-3.
@@ -156,7 +156,7 @@ class Sharding:
     def __init__(
         self,
         model: Any,
-        kept: torch.dtype,
+        reduced_dtype: torch.dtype,
         stacks: Sequence[Sequence[Summed]],
         *,
         once_a_step: bool,
@@ -164,7 +164,7 @@ class Sharding:
         self.once_a_step = once_a_step
         self._model = model
         self._context = model.context
-        self.kept = kept
+        self.reduced_dtype = reduced_dtype
         # Ignore a warning of torch: a fused layer returns a view of its result, and the next layer
         # could write into this view. The warning does not apply, because no layer writes into its
         # input.
@@ -205,11 +205,12 @@ class Sharding:
             # They would become a part of a CUDA graph that is captured on this stream.
             self._model.set_post_optim_event(torch.cuda.current_stream().record_event())
         for group in self._groups:
-            # Sums that share no memory are reduced in the last microbatch of a step.
+            # A group with memory of its own is reduced in the last microbatch of a step.
             group.module.set_requires_gradient_sync(group.shares_memory, recurse=False)
-            # A pass without quantization reads all weights. It must not keep them beside the codes.
-            keeps_codes = self._context.quantizing and self._has_codes(group)
-            reshards = group.shares_memory and not keeps_codes
+            # If later microbatches read only codes, FSDP2 must still treat the group as gathered. A
+            # pass without quantization reads all weights. It must not keep them beside the codes.
+            uses_codes = self._context.quantizing and self._is_quantized(group)
+            reshards = group.shares_memory and not uses_codes
             group.module.set_reshard_after_backward(reshards, recurse=False)
         # Replicas of the shards exchange all gradients in the last microbatch of a step.
         self._model.set_requires_all_reduce(False)
@@ -280,14 +281,14 @@ class Sharding:
                     rounded.append(name)
         return rounded
 
-    def _has_codes(self, group: _Group) -> bool:
+    def _is_quantized(self, group: _Group) -> bool:
         """Return True if the current precision quantizes the weights of a group."""
         return self._context.engine is not None and bool(group.quantized)
 
-    def _keeps_codes(self, group: _Group) -> bool:
+    def _caches_codes(self, group: _Group) -> bool:
         """Return True if the current forward caches the codes of a group's weights."""
         is_low = self._context.low_precision and torch.is_grad_enabled()
-        return is_low and self._has_codes(group)
+        return is_low and self._is_quantized(group)
 
     def _find_quantized(self) -> None:
         """Find the groups that can keep codes. FSDP2 must not reshard them after each forward.
@@ -369,7 +370,7 @@ class Sharding:
 
         The forwards after the first microbatch of a step read only codes.
         """
-        reads_codes = self._keeps_codes(group) and not self._context.first_microbatch
+        reads_codes = self._caches_codes(group) and not self._context.first_microbatch
         if group.quantized_are_freed and not reads_codes:
             group.reshard()
 
@@ -379,9 +380,9 @@ class Sharding:
         A hook on an output runs before everything else in the group's backward. FSDP2 prepares its
         backward by such hooks too.
         """
-        if self._keeps_codes(group):
+        if self._caches_codes(group):
             group.free_quantized()
-        elif self._has_codes(group) or (group.quantized and not self.once_a_step):
+        elif self._is_quantized(group) or (group.quantized and not self.once_a_step):
             # FSDP2 does not reshard groups that can keep codes. With `once_a_step`, weights that
             # the current engine does not quantize stay gathered.
             group.reshard()
@@ -396,7 +397,7 @@ class Sharding:
         If the group has not accumulated anything since its last reduction, clear its main gradients
         or mark them to be overwritten, and pass them to FSDP2 again.
         """
-        group.fsdp._orig_dtype = self.kept
+        group.fsdp._orig_dtype = self.reduced_dtype
         # Do not clear sums that FSDP2 has not reduced yet. An earlier microbatch, or another module
         # of the group, has added to them.
         if not group.trained or group.trained[0].unsharded_accumulated_grad is not None:

@@ -120,7 +120,7 @@ def audit_products(
         entries.append(entry)
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
-    if packed.sharding and packed.sharding.kept == torch.float32:
+    if packed.sharding and packed.sharding.reduced_dtype == torch.float32:
         _check_not_rounded(packed.sharding)
     return entries
 
