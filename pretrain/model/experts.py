@@ -35,7 +35,7 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
     transformers. They also record the choices of tokens, and sum the gradients of biases in FP32.
     """
     for name, module in list(stacked_experts(hf, biased=True)):
-        if hasattr(module, "seen"):
+        if hasattr(module, "choice_log"):
             continue
         if getattr(module, "has_bias", False):
             _wrap_biased(module)
@@ -50,12 +50,12 @@ def _wrap_biased(experts: Any) -> None:
     FP32. The code of transformers would sum them in the dtype of the biases.
     """
     compute = experts.forward
-    experts.seen = None
+    experts.choice_log = None
 
     @torch.compiler.disable
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        if experts.seen is not None:
-            experts.seen.append(chosen)
+        if experts.choice_log is not None:
+            experts.choice_log.append(chosen)
         named = experts.named_parameters()
         biases = {name: bias.float() for name, bias in named if name.endswith("bias")}
         with _reparametrize_module(experts, biases):
@@ -71,11 +71,11 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     It yields one list for each module of experts, in order. While the context is entered, each
     forward of the module appends the experts of its tokens, int64 [tokens, choices], to the list.
     """
-    modules = [module for module in model.modules() if hasattr(module, "seen")]
+    modules = [module for module in model.modules() if hasattr(module, "choice_log")]
     recorded: list[list[Tensor]] = [[] for _ in modules]
     with ExitStack() as recording:
-        for module, seen in zip(modules, recorded, strict=True):
-            recording.enter_context(overridden(module, seen=seen))
+        for module, choice_log in zip(modules, recorded, strict=True):
+            recording.enter_context(overridden(module, choice_log=choice_log))
         yield recorded
 
 
@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
         # `Routing.take_sums`.
         self.load: Tensor | None = None
         # List to which each forward appends the chosen experts, or None if they are not recorded.
-        self.seen: list[Tensor] | None = None
+        self.choice_log: list[Tensor] | None = None
         self.stacks = {key: LinearState(f"{name}.{key}", context) for key in STACKS}
 
     @torch.compiler.disable
@@ -116,8 +116,8 @@ class GroupedExperts(nn.Module):
         gate_up, down = self.stacks.values()
         multiples = [gemm.row_multiple for gemm in (gate_up.low, down.low) if gemm]
         groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
-        if self.seen is not None:
-            self.seen.append(chosen)
+        if self.choice_log is not None:
+            self.choice_log.append(chosen)
         # If the layer is recomputed in backward, the tokens of all experts are counted twice. This
         # does not matter, because only the ratios between the experts are used.
         if self.training and torch.is_grad_enabled():

@@ -98,7 +98,7 @@ def fuse(
     decisions: Mapping[str, Mapping[str, Decision]],
     arithmetic: Arithmetic,
 ) -> FusedLayers:
-    """Replace the forward of each layer that can be fused, in place.
+    """Replace the forward of each layer that can be fused, in place, and return the fused layers.
 
     Args:
         layers: Map the name of each decoder layer in the model to the layer.
@@ -116,11 +116,11 @@ def fuse(
             fused[name] = FusedLayer(layer, name, arithmetic)
         elif can_fuse_mlp(name, layer, low_precision):
             fused[name] = HalfFusedLayer(layer, name, arithmetic)
-            reason = f"only the MLP of {type(layer).__name__} has a fused implementation"
-        if reason is not None:
+            reasons[name] = f"only the MLP of {type(layer).__name__} has a fused implementation"
+        else:
             reasons[name] = reason
-        if name in fused:
-            layer.forward = fused[name]
+    for name, forward in fused.items():
+        layers[name].forward = forward
     return FusedLayers(fused, reasons, arithmetic)
 
 
@@ -216,8 +216,9 @@ def wrappers_of(
     replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
     compiles = compile_layers and not replaces_norms
     for unit in _units(packed.hf.base_model):
-        is_norm = not isinstance(unit, nn.Embedding | nn.LayerNorm | GradientCheckpointingLayer)
-        if replaces_norms and is_norm:
+        # Models whose layers are all fused have embeddings, layers, and a final norm.
+        other_units = nn.Embedding | nn.LayerNorm | GradientCheckpointingLayer
+        if replaces_norms and not isinstance(unit, other_units):
             wrappers[unit].append(partial(replaced, function=_rms_norm))
         wrappers[unit] += _wrappers_of_unit(unit, cast_to, compiles=compiles)
         if isinstance(unit.forward, HalfFusedLayer):
@@ -248,10 +249,10 @@ def _wrappers_of_unit(
     # functions that mix tokens in a hybrid model. The next graph begins after them. The casts of a
     # unit with such a break are not compiled, because a graph cannot end inside of the context
     # manager that replaces the parameters by working copies. A layer with such functions has a
-    # convolution, and experts have the attribute `seen`.
+    # convolution, and experts have the attribute `choice_log`.
     breaking = LowPrecisionLinear | nn.Conv1d
     has_breaks = any(
-        isinstance(module, breaking) or hasattr(module, "seen") for module in unit.modules()
+        isinstance(module, breaking) or hasattr(module, "choice_log") for module in unit.modules()
     )
     # The casts of a norm outside of the decoder layers are not compiled either, because the
     # compiled graph would skip the rounding of the norm's weight.

@@ -118,7 +118,7 @@ class Parts:
             linear layers to the linear layer. See `Names.stacks` for the order.
         head_norms: The RMSNorms of query heads and of key heads. Empty if the layer has none.
         heads: Layout of the output of the query-key-value product.
-        function: Name of the activation function in transformers.
+        activation: Name of the activation function in transformers.
     """
 
     attention: Any
@@ -126,7 +126,7 @@ class Parts:
     stacks: Mapping[str, Mapping[str, nn.Linear]]
     head_norms: tuple[Any, ...]
     heads: Heads
-    function: str
+    activation: str
 
     @classmethod
     def of(cls, layer: Any) -> Parts:
@@ -138,16 +138,16 @@ class Parts:
             stack: {name: layer.get_submodule(name) for name in members}
             for stack, members in names.stacks.items()
         }
-        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         query = config.num_attention_heads
-        heads = Heads(query, getattr(config, "num_key_value_heads", query), attention.head_dim)
+        kv = getattr(config, "num_key_value_heads", query)
         return cls(
-            attention,
-            tuple(layer.get_submodule(name) for name in names.norms),
-            stacks,
-            norms,
-            heads,
-            getattr(config, "activation_function", None) or config.hidden_act,
+            attention=attention,
+            norms=tuple(layer.get_submodule(name) for name in names.norms),
+            stacks=stacks,
+            head_norms=head_norms,
+            heads=Heads(query, kv, attention.head_dim),
+            activation=getattr(config, "activation_function", None) or config.hidden_act,
         )
 
     @property
@@ -188,8 +188,8 @@ def assess_layer(name: str, layer: Any, low_precision: Iterable[Collection[str]]
     if full_name(layer) not in _FUSED:
         return f"{type(layer).__name__} has no fused implementation"
     parts = Parts.of(layer)
-    if parts.function not in ACTIVATIONS[parts.gated]:
-        return f"their activation {parts.function} has no fused implementation"
+    if parts.activation not in ACTIVATIONS[parts.gated]:
+        return f"their activation {parts.activation} has no fused implementation"
     # The configuration keys of the dropout of the residual branches, in GPT-2 and in StarCoder2.
     if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
         return "they have dropout"
