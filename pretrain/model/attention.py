@@ -829,6 +829,7 @@ def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
     names = [name for name in BACKENDS if name != "triton"]
     heads = BACKENDS["triton"].head_dims
     if case.device_type == "cuda" and case.head_dim in heads.get(case.gpu[0], ()):
+        # A backend that is not in SLOWER_UP_TO is slower for documents of any length.
         is_slower = [mean_length <= SLOWER_UP_TO.get(name, mean_length) for name in names]
         names.insert(is_slower.index(True), "triton")
     # The reason for the choice, and then the obstacles of faster backends.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,10 +253,16 @@ def build_on_first_rank(
     # Draw random weights on the device of the run, because a seed gives different random numbers
     # on another device.
     device = torch.device("cpu") if has_source else accelerator.device
-    make = partial(
-        build, settings, config, weights=value_dtype, seed=seed, device=device, backend=backend
-    )
-    built = raise_on_all_ranks(lambda: make().cpu() if accelerator.is_main_process else None)
+
+    def build_if_first() -> PreTrainedModel | None:
+        if not accelerator.is_main_process:
+            return None
+        model = build(
+            settings, config, weights=value_dtype, seed=seed, device=device, backend=backend
+        )
+        return model.cpu()
+
+    built = raise_on_all_ranks(build_if_first)
     with accelerator.device, init_empty_weights(include_buffers=False):
         meta_model = AutoModelForCausalLM.from_config(
             config,

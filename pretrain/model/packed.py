@@ -256,8 +256,8 @@ def forward_backward(
                 contexts.enter_context(around_first)
             if model.sharding and index < last:
                 contexts.enter_context(model.sharding.accumulating())
-            exchanges = model.sharding and index in (0, last)
-            run = compute_microbatch if exchanges else compute
+            gathers_or_reduces = model.sharding and index in (0, last)
+            run = compute_microbatch if gathers_or_reduces else compute
             # Sum gradients over ranks as soon as the last microbatch computes them.
             sums = rank_sums if index == last else None
             total += run(model, accelerator, microbatch, 1 / tokens, sums)

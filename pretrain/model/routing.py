@@ -71,6 +71,7 @@ class Routing:
         if self.routers and getattr(hf.config, "output_router_logits", None):
             self.coefficient = hf.router_aux_loss_coef
         self.loads: Tensor | None = None
+        # The sums that `take_sums` returns.
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
             router.register_forward_hook(partial(_keep_logits, index))
