@@ -257,7 +257,7 @@ def build(
         distributed.raise_on_all_ranks(
             lambda: folder.stored.go_back(state.step) if folder.stored else None
         )
-        checkpoints.abandon_newer(state.step)
+        checkpoints.set_aside_newer(state.step)
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if source:

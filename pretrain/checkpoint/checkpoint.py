@@ -15,6 +15,7 @@ its final name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -75,7 +76,7 @@ class Checkpoints:
     Args:
         folder: Folder of the checkpoints, on a disk that all processes share.
         keep: Number of newest checkpoints to keep.
-        before: Step at which the decay of the learning rate begins. The newest checkpoint that is
+        before_decay: Last step before the decay of the learning rate. The newest checkpoint that is
             not later than this step is also kept. With 0, no further checkpoint is kept.
         merge: Number of checkpoints whose weights are averaged at the end of the run: the newest
             one, and earlier ones of multiples of `every`. They are also kept. An interrupted run
@@ -91,23 +92,23 @@ class Checkpoints:
         folder: Path,
         keep: int,
         *,
-        before: int = 0,
+        before_decay: int = 0,
         merge: int = 1,
         every: int = 1,
     ) -> None:
         self.folder = folder
         self.keep = keep
-        self.before = before
+        self.before_decay = before_decay
         self.merge = merge
         self.every = every
         is_distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
         self.damaged: set[Path] = set()
-        # The checkpoint of the last complete save or load.
-        self._complete: Path | None = None
+        # The checkpoint that was last saved completely, or loaded.
+        self._last_complete: Path | None = None
         # The checkpoint that was verified last, if it was intact. `load` does not hash it again.
-        self._intact: Path | None = None
+        self._last_intact: Path | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._staging = Staging()
         self._pending: PendingSave | None = None
@@ -119,7 +120,7 @@ class Checkpoints:
         A save that is still running in the background is included. Any rank may call this method
         alone.
         """
-        return self._pending.final if self._pending else self._complete
+        return self._pending.final if self._pending else self._last_complete
 
     # ── Saving ──
 
@@ -161,7 +162,7 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         # The wait for an earlier save is part of the time for which training is stopped.
         self.wait()
-        if final == self._complete:
+        if final == self._last_complete:
             if self.rank == 0:
                 # `spared` may have changed since the save, so other checkpoints may be deleted now.
                 self._prune(final, spared)
@@ -176,18 +177,18 @@ class Checkpoints:
         copies = self._staging.copy(files) if in_background else None
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
 
-        def complete(records: list[FileRecord]) -> None:
+        def finish(records: list[FileRecord]) -> None:
             if self.rank == 0:
-                on_disk.complete(
-                    final, Manifest(step, self.world_size, records, **index), state_json
-                )
+                manifest = Manifest(step, self.world_size, records, **index)
+                on_disk.complete(final, manifest, state_json)
                 self._prune(final, spared)
                 announce(f"saved {final} in {time.perf_counter() - start:.3g} s")
 
         written = self._thread.submit(write_part, partial, copies or files)
-        self._pending = PendingSave(final, written, complete)
+        self._pending = PendingSave(final, written, finish)
         if self.world_size == 1:
-            self._pending.completed = self._thread.submit(lambda: complete(written.result()))
+            # No other rank must finish its files, so the thread need not wait for `settle`.
+            self._pending.finished = self._thread.submit(lambda: finish(written.result()))
         if in_background and copies is None:
             _log.warning(
                 "rank %d: host memory has no room for copies, so training stops until the files of "
@@ -233,23 +234,24 @@ class Checkpoints:
         `wait` raises the error. Any rank may call this method alone.
         """
         pending = self._pending
-        futures = (pending.written, pending.completed) if pending else ()
+        futures = (pending.written, pending.finished) if pending else ()
         return any(future and future.done() and future.exception() for future in futures)
 
     def settle(self) -> None:
-        """Let the thread complete the running save if all ranks have written their files.
+        """Let the thread finish the running save if all ranks have written their files.
 
-        Call this method between two steps. It does not wait for the disk.
+        The ranks exchange the records of these files. Call this method between two steps. It does
+        not wait for the disk.
         """
         pending = self._pending
-        if pending is None or pending.completed is not None:
+        if pending is None or pending.finished is not None:
             return
         is_written = pending.written.done() and not pending.written.exception()
-        parts = from_all_ranks(pending.written.result() if is_written else None)
-        written_parts = [part for part in parts if part is not None]
-        if len(written_parts) == self.world_size:
-            records = [record for part in written_parts for record in part]
-            pending.completed = self._thread.submit(pending.complete, records)
+        records_by_rank = from_all_ranks(pending.written.result() if is_written else None)
+        written = [records for records in records_by_rank if records is not None]
+        if len(written) == self.world_size:
+            all_records = list(itertools.chain(*written))
+            pending.finished = self._thread.submit(pending.finish, all_records)
 
     def wait(self) -> None:
         """Wait until the running save is complete.
@@ -262,9 +264,9 @@ class Checkpoints:
         reasons = self._failures(pending.written)
         self.settle()
         self._pending = None
-        reasons = reasons or self._failures(pending.completed)
+        reasons = reasons or self._failures(pending.finished)
         if not reasons:
-            self._complete = pending.final
+            self._last_complete = pending.final
             # If there was a damaged checkpoint of the same step, this save has replaced it.
             self.damaged.discard(pending.final)
             return
@@ -297,7 +299,7 @@ class Checkpoints:
         """Delete old checkpoints after `newest` was saved. Called on the first rank only.
 
         Keep the `keep` newest checkpoints, the checkpoint of step `spared`, the newest checkpoint
-        that is not later than step `before`, and the checkpoints that are averaged (`merge`).
+        that is not later than step `before_decay`, and the checkpoints that are averaged (`merge`).
         Damaged checkpoints and checkpoints of steps after `newest` are ignored: they are not
         deleted, and do not count as one of the newest checkpoints.
         """
@@ -307,8 +309,8 @@ class Checkpoints:
             if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
         # `candidates` begins with the newest checkpoint.
-        early = [path for path in candidates if step_of(path) <= self.before]
-        kept = {*early[:1], *averaged(candidates, self.merge, self.every)}
+        not_decayed = [path for path in candidates if step_of(path) <= self.before_decay]
+        kept = {*not_decayed[:1], *averaged(candidates, self.merge, self.every)}
         on_disk.remove(
             self.folder,
             [
@@ -318,11 +320,11 @@ class Checkpoints:
             ],
         )
 
-    def abandon_newer(self, step: int) -> None:
-        """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
+    def set_aside_newer(self, step: int) -> None:
+        """Set aside all checkpoints after step `step`. Call this if a run continues from `step`.
 
-        Without the renaming, the next automatic resume would continue from a later checkpoint of
-        the abandoned training. The next save deletes the renamed checkpoints.
+        Otherwise the next automatic resume would continue from a later checkpoint of the training
+        that was given up. The next save deletes the checkpoints that are set aside.
         """
         self.wait()
         for path in step_folders(self.folder) if self.rank == 0 else ():
@@ -411,7 +413,7 @@ class Checkpoints:
                 "--resume"
             )
         on_disk.load_tensors(path, index, tensors)
-        self._complete = path
+        self._last_complete = path
 
     def _require_intact(self, path: Path) -> None:
         """Raise InputError if the checkpoint at `path` is missing or damaged.
@@ -419,7 +421,7 @@ class Checkpoints:
         If it is the checkpoint that was verified last, it is not hashed again.
         """
         self.wait()
-        if path != self._intact and (problems := self._verify(path)):
+        if path != self._last_intact and (problems := self._verify(path)):
             raise InputError(f"{path}: the checkpoint cannot be used: {'; '.join(problems)}")
 
     def _verify(self, path: Path) -> list[str]:
@@ -433,7 +435,7 @@ class Checkpoints:
         except InputError as error:
             problems = [str(error)]
         all_problems = [problem for rank in from_all_ranks(problems) for problem in rank]
-        self._intact = None if all_problems else path
+        self._last_intact = None if all_problems else path
         return list(dict.fromkeys(all_problems))
 
 
@@ -515,10 +517,10 @@ class PendingSave:
     # Future with the records of this rank's files. It is done when the files are on the disk.
     written: Future[list[FileRecord]]
     # Function that completes the checkpoint. It is called with the file records of all ranks.
-    complete: Callable[[list[FileRecord]], None]
-    # Future of the call of `complete`, or None before the call. On the first rank it is done when
-    # the checkpoint has its final name. On other ranks `complete` does nothing.
-    completed: Future[None] | None = None
+    finish: Callable[[list[FileRecord]], None]
+    # Future of the call of `finish`, or None before the call. On the first rank it is done when the
+    # checkpoint has its final name. On other ranks `finish` does nothing.
+    finished: Future[None] | None = None
 
 
 def write_part(partial: Path, files: Files) -> list[FileRecord]:

@@ -47,6 +47,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -70,8 +71,9 @@ from pretrain.checkpoint.folders import MANIFEST, STATE
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
-PARTIAL_STEP = ".partial-"
-ABANDONED_STEP = "abandoned-"
+# Prefixes of the names of folders that are not complete, or are set aside.
+PARTIAL_PREFIX = ".partial-"
+SET_ASIDE_PREFIX = "abandoned-"
 # Number of bytes after which a rank starts a new file. The last block of a file may exceed this
 # limit. With this size, a large checkpoint has enough files for all hashing threads.
 PART_BYTES = 2 * 2**30
@@ -100,7 +102,7 @@ def partial_folder(final: Path) -> Path:
 
     When the checkpoint is complete, this folder is renamed to `final`.
     """
-    return final.with_name(f"{PARTIAL_STEP}{final.name}")
+    return final.with_name(f"{PARTIAL_PREFIX}{final.name}")
 
 
 def complete(final: Path, manifest: Manifest, state: bytes) -> None:
@@ -133,7 +135,7 @@ def set_aside(folder: Path) -> Path:
 
     If another folder has the new path, that folder is deleted first.
     """
-    aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
+    aside = folder.with_name(f"{SET_ASIDE_PREFIX}{folder.name}")
     if os.path.lexists(aside):
         remove_tree(aside)
     os.rename(folder, aside)
@@ -152,11 +154,9 @@ def remove(parent: Path, folders: list[Path]) -> None:
             # A checkpoint is renamed before it is deleted. Otherwise an interrupted deletion would
             # leave an incomplete folder with the name of a complete checkpoint.
             set_aside(folder)
-        for leftover in (
-            *parent.glob(f"{ABANDONED_STEP}step-{'[0-9]' * 8}"),
-            *parent.glob(f"{PARTIAL_STEP}step-{'[0-9]' * 8}"),
-        ):
-            remove_tree(leftover)
+        for prefix in (SET_ASIDE_PREFIX, PARTIAL_PREFIX):
+            for leftover in list(parent.glob(f"{prefix}step-{'[0-9]' * 8}")):
+                remove_tree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
@@ -368,22 +368,23 @@ def load_tensors(
     that a rank reads only the bytes of its local parts.
     """
     with ExitStack() as stack, torch.no_grad():
-        open_file = cache(
-            lambda file_name: stack.enter_context(
-                # A forged manifest may name a file outside of the folder.
-                safe_open(folder / os.path.basename(file_name), framework="pt", device="cpu")
-            )
-        )
+
+        @cache
+        def opened(file_name: str) -> Any:
+            # A forged manifest may name a file outside of the folder.
+            path = folder / os.path.basename(file_name)
+            return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+
         for name, target in targets.items():
-            block = block_of(target)
+            local_block = block_of(target)
             for piece in index[name].pieces:
-                overlap = local_part(target)[_slices(block, piece)]
+                overlap = local_part(target)[_overlap_in(local_block, piece)]
                 if overlap.numel():
-                    saved = open_file(piece.file).get_tensor(name)
-                    overlap.copy_(saved[_slices(piece, block)])
+                    saved = opened(piece.file).get_tensor(name)
+                    overlap.copy_(saved[_overlap_in(piece, local_block)])
 
 
-def _slices(block: Piece, other: Piece) -> tuple[slice, ...]:
+def _overlap_in(block: Piece, other: Piece) -> tuple[slice, ...]:
     """Return the slices of `block` that select its overlap with `other`.
 
     `block` and `other` are blocks of the same tensor. If they do not overlap, the slices select

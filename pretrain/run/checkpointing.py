@@ -209,7 +209,7 @@ def restore(
     """Load the checkpoint `source` into the model, the optimizer and `health`.
 
     Returns the counters of the run, and notes for the user. All ranks must call this function. The
-    caller must call `Checkpoints.abandon_newer` afterwards.
+    caller must call `Checkpoints.set_aside_newer` afterwards.
     """
     state = source.state(job)
     # Drop the quantized copies of the initial weights, which the audit has made.

@@ -120,7 +120,7 @@ def where_to_resume(
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints",
         job.recipe.checkpoint.keep,
-        before=job.plan.before_decay,
+        before_decay=job.plan.before_decay,
         merge=job.recipe.evaluate.merge,
         every=job.recipe.checkpoint.every or 1,
     )

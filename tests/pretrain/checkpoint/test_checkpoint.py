@@ -236,7 +236,7 @@ def test_a_step_that_was_just_saved_or_loaded_is_not_saved_again(tmp_path):
     ("options", "saved", "kept"),
     [
         # The last checkpoint before the decay is never deleted.
-        ({"keep": 1, "before": 20}, [10, 20, 30, 40], [20, 40]),
+        ({"keep": 1, "before_decay": 20}, [10, 20, 30, 40], [20, 40]),
         # Checkpoints to average outlive those of interruptions.
         ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40], [20, 30, 33, 36, 40]),
         ({"keep": 3, "merge": 3, "every": 10}, [10, 20, 30, 33, 36, 40, 50], [30, 36, 40, 50]),
@@ -253,7 +253,7 @@ def test_abandoned_checkpoints_stay_until_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
         save(checkpoints, step)
-    checkpoints.abandon_newer(1)
+    checkpoints.set_aside_newer(1)
     assert names(tmp_path) == [
         "abandoned-step-00000002",
         "abandoned-step-00000003",

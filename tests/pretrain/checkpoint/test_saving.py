@@ -50,7 +50,7 @@ NEXT = {
     ),
     "save": lambda checkpoints: checkpoints.save(2, *tensors_of(2), {"step": 2}),
     "newest": Checkpoints.newest,
-    "abandon_newer": lambda checkpoints: checkpoints.abandon_newer(1),
+    "set_aside_newer": lambda checkpoints: checkpoints.set_aside_newer(1),
 }
 
 
