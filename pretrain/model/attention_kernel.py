@@ -272,9 +272,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tup
     """Return the output [T, H, D], and the logarithms of the softmax sums, FP32 [H, T].
 
     Args:
-        q: Queries, BF16 or FP16.
-        k: Keys.
-        v: Values.
+        q: Queries [T, H, D], BF16 or FP16.
+        k: Keys [T, KV, D].
+        v: Values [T, KV, D].
         bounds: First token and end of each token's document, int32 [2, T].
         scale: Factor of q k^T, above 0.
     """

@@ -174,11 +174,13 @@ class ExactAdamW(torch.optim.Optimizer):
         parameters = parameters_of(self)
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            if _kinds(saved) != _kinds(state):
+            saved_layout = _dtypes_and_shapes(saved)
+            layout = _dtypes_and_shapes(state)
+            if saved_layout != layout:
                 raise InputError(
-                    f"the saved state of the optimizer has {_kinds(saved)}, but this optimizer "
-                    f"needs {_kinds(state)}; create it with the same options, for weights of the "
-                    "same dtype and shape"
+                    f"the saved state of the optimizer has {saved_layout}, but this optimizer "
+                    f"needs {layout}; create it with the same options, for weights of the same "
+                    "dtype and shape"
                 )
             for key, tensor in state.items():
                 tensor.copy_(saved[key])
@@ -254,8 +256,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _kinds(state: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Map the name of each tensor to its dtype and sizes."""
+def _dtypes_and_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Map the name of each tensor to its dtype, followed by its sizes."""
     return {name: (tensor.dtype, *tensor.shape) for name, tensor in state.items()}
 
 

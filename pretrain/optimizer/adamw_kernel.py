@@ -224,7 +224,8 @@ def _prepare_launch(
         kind: The kind of all these parameters.
         coefficient: FP32 scalar, a factor of the gradients.
     """
-    # Rows of the table of the kernel.
+    # The kernel's table. A row has five addresses, the number of values, and the first program of
+    # a parameter.
     rows = []
     programs = 0
     for *addresses, values in parameters:
@@ -235,7 +236,7 @@ def _prepare_launch(
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
-    # With `output_size`, the host does not wait for the device.
+    # The parameter of each program. With `output_size`, the host does not wait for the device.
     tensor_of = torch.repeat_interleave(-(-table[:, 5] // BLOCK), output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
     numbers = (
