@@ -52,7 +52,8 @@ class HeadCheck(Probe):
         self._microbatches = iter(step.microbatches)
         # Factor by which the summed loss of a microbatch is multiplied before backward.
         self._factor = 1 / max(step.valid_tokens, 1)
-        # Labels of the tokens whose chunks follow.
+        # Labels of the tokens whose chunks follow. Hooks run in this order: `_start`, `result` and
+        # `operand` for each chunk, `_end`, and `_compare_gradients` in backward.
         self._labels = torch.empty(0)
         # The result: one comparison for each value, microbatch and chunk.
         self.compared: list[Compared] = []

@@ -404,9 +404,11 @@ def _reference(
     # Free the memory of the weights now. A module with a replaced forward is part of a reference
     # cycle, so the memory would otherwise stay in use until the next garbage collection.
     plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
-    squares = (rounded_losses - losses)[:1].double().square()
-    sums = from_all_ranks(torch.cat([losses.double(), squares]).sum(1).tolist())
-    loss, held_out_loss, mean_square = (np.sum(sums, axis=0) / tokens).tolist()
+    squared_errors = (rounded_losses - losses)[:1].double().square()
+    # Three rows with a value for each token: the loss, the held-out loss, and BF16's squared error.
+    rows = torch.cat([losses.double(), squared_errors])
+    sums_of_ranks = from_all_ranks(rows.sum(1).tolist())
+    loss, held_out_loss, mean_square = (np.sum(sums_of_ranks, axis=0) / tokens).tolist()
     noise = distances(rounded, gradients)
     return Reference(loss, held_out_loss, math.sqrt(mean_square), gradients, noise)
 
@@ -560,11 +562,12 @@ def _with_choices(
     result = []
     for number, documents in enumerate(microbatches):
         indices = documents.indices.flatten()
-        of_microbatch = []
-        for of_layer in choices:
-            forward = number * len(of_layer) // len(microbatches)
-            of_microbatch.append(of_layer[forward][indices])
-        result.append(documents._replace(choices=of_microbatch))
+        document_choices = []
+        for layer_choices in choices:
+            # The first forward of the microbatch. If layers are recomputed, there are two.
+            forward = number * len(layer_choices) // len(microbatches)
+            document_choices.append(layer_choices[forward][indices])
+        result.append(documents._replace(choices=document_choices))
     return result
 
 

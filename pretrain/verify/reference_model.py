@@ -104,8 +104,9 @@ def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tenso
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Return a new causal language model in FP32 with the configuration and weights of `hf`.
 
-    The model is in evaluation mode. Attention and experts use transformers' eager code. Draws
-    random numbers. If `hf` is sharded, all ranks must call this function.
+    The model is in evaluation mode. Attention and experts use transformers' eager code. Stacked
+    experts follow the choices of the compared model (`_follow_recorded_choices`). Draws random
+    numbers. If `hf` is sharded, all ranks must call this function.
     """
     with device:
         plain = AutoModelForCausalLM.from_config(
@@ -123,6 +124,7 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
             tensor.requires_grad_(stored[name].requires_grad)
     routers = Routing(plain).routers
     mixtures = stacked_experts(plain, biased=True)
+    # `strict` is False, because a model may have routers without stacked experts.
     for (_, experts), router in zip(mixtures, routers, strict=False):
         experts.register_forward_pre_hook(partial(_follow_recorded_choices, router))
     return plain.eval()
@@ -309,6 +311,7 @@ def _output_of(
     The output has logits [labels, vocabulary] only for tokens with a label.
     """
     mixtures = stacked_experts(plain, biased=True)
+    # `strict` is False, because the documents have no choices if they were not recorded.
     for (_, experts), choices in zip(mixtures, documents.choices, strict=False):
         vars(experts)["recorded_choices"] = choices
     input_ids = documents.tokens.to(plain.device)

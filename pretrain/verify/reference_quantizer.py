@@ -193,10 +193,10 @@ def _block_amax(values: Array, scaling: Scaling) -> Array:
     Without blocks, all values share a scale.
     """
     rows, columns = values.shape
-    width = scaling.block or columns
-    height = 1
-    if scaling.square or not scaling.block:
-        height = scaling.block or rows
+    height, width = rows, columns
+    if scaling.block:
+        height = scaling.block if scaling.square else 1
+        width = scaling.block
     blocks = np.abs(values).reshape(-1, height, columns // width, width)
     amax = blocks.max((1, 3), keepdims=True)
     return np.broadcast_to(amax, blocks.shape).reshape(values.shape)
