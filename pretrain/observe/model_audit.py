@@ -201,8 +201,9 @@ class ModelObserver(ProductObserver):
         if owners and name not in owners:
             name = owners[-1]
         if gemm is None:
-            with_weight = "forward" if self._stack or node is None else "dgrad"
-            gemm = with_weight if owners else _gemm_of(operands, self._modules[name], with_weight)
+            # The kind of a product with the weight, if this is one.
+            kind = "forward" if self._stack or node is None else "dgrad"
+            gemm = kind if owners else _gemm_of(operands, self._modules[name], kind)
             if self._stack and name in self._complete:
                 gemm = "forward"
         left, right = (
@@ -258,14 +259,16 @@ def _storage(operand: Any) -> StorageWeakRef | None:
     return StorageWeakRef(operand.untyped_storage()) if is_plain else None
 
 
-def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:
-    """Return the kind of a product from its shapes: `with_weight`, "wgrad" or "other".
+def _gemm_of(operands: Sequence[Tensor], module: nn.Module, kind: str) -> str:
+    """Return the kind of a product from its shapes: `kind`, "wgrad" or "other".
 
     It is used for operands that are not known to be copies of a weight of `module`.
+
+    kind: the kind if an operand is a weight: "forward" or "dgrad".
     """
     left, right = (operand.shape[-2:] for operand in operands)
     shapes = {tuple(sorted(weight.shape[-2:])) for weight in matrices_of(module)}
     # The gradient of a weight has the shape of the weight.
-    if with_weight == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
+    if kind == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
         return "wgrad"
-    return with_weight if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"
+    return kind if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"

@@ -159,11 +159,11 @@ class Observers:
         is_statistics_step = self.statistics_every is not None and (
             number in phase_starts or is_due(number, self.statistics_every)
         )
-        starts = (self.resumed_step + 1, *phase_starts)
+        first_steps = (self.resumed_step + 1, *phase_starts)
         step = Step(
             number,
             is_quantized=is_quantized,
-            is_new=any(number - start in (0, 1) for start in starts),
+            is_new=any(number in (first, first + 1) for first in first_steps),
             measures_operands=is_quantized and is_statistics_step,
         )
         due = [observer for observer in self.observers if observer.due(step)]

@@ -172,8 +172,8 @@ class OperandStatistics(Probe):
         """
         rows = []
         for parts in map(torch.stack, self._figures.values()):
-            amax, sums = parts.split([1, parts.shape[1] - 1], 1)
-            rows.append(torch.cat([amax.amax(0), sums.sum(0)]))
+            # The first figure of `measure` is an amax, and all others are sums.
+            rows.append(torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]))
         operands = zip(self._figures, torch.stack(rows).tolist(), strict=True)
         return [self._record(name, role, row) for (name, role), row in operands]
 

@@ -78,7 +78,7 @@ def worst_first(compared: Iterable[Compared]) -> list[Compared]:
 
 
 def judge_product(
-    name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bias: Tensor
+    name: str, exact: Tensor, error: Tensor, plain_errors: Sequence[Tensor], bias: Tensor
 ) -> Compared:
     """Compare the error of the run's product with the error of our plain quantizer.
 
@@ -88,22 +88,25 @@ def judge_product(
     name: the name of the product, for the message.
     exact: a sample of the exact product.
     error: the run's result minus `exact`, of the same shape.
-    plain: the errors of the plain quantizer, each of the same shape. There are DRAWS errors if the
-        quantizer rounds the left operand stochastically, otherwise one.
+    plain_errors: the errors of the plain quantizer, each of the same shape. There are DRAWS errors
+        if the quantizer rounds the left operand stochastically, otherwise one.
     bias: the bias that was added to the product, FP32 [columns], or zero.
 
     Waits for the device.
     """
     norm = exact.norm(dtype=torch.float64)
-    # The relative error of a product that should be zero is infinite or zero.
-    size = excess = math.inf if error.any() else 0.0
     if norm:
-        errors = torch.stack([error, *plain]).double() / norm
+        errors = torch.stack([error, *plain_errors]).double() / norm
         size = errors[0].norm().item()
         excess = _judge_rounding(errors)
-    along_bias = ((error - plain[0]).mean(0) * bias).sum().abs()
+    else:
+        # The relative error of a product that should be zero is infinite or zero.
+        size = excess = math.inf if error.any() else 0.0
+    along_bias = ((error - plain_errors[0]).mean(0) * bias).sum().abs()
+    # The minimum avoids a division by zero if there is no bias.
     allowed = (BIAS_LEEWAY * bias.square().sum()).clamp(min=1e-30)
-    return Compared.of(name, size, max(excess, (along_bias / allowed).item()))
+    bias_excess = (along_bias / allowed).item()
+    return Compared.of(name, size, max(excess, bias_excess))
 
 
 def _judge_rounding(errors: Tensor) -> float:
@@ -157,9 +160,11 @@ def _judge_draws(errors: Tensor) -> float:
     of_run = inner[:, 0].sum()
     among_plain = (inner.sum() - 2 * of_run) / (draws - 2)
     allowed = (1 - LEAST_LIKENESS) * among_plain.clamp(min=1e-100)
-    missing = ((among_plain - of_run) / allowed).item()
-    wrong_size = min(difference / ROW_LEEWAY, _deviation(squares))
-    return max(wrong_size, min(missing, _deviation(inner)))
+    unlike = ((among_plain - of_run) / allowed).item()
+    # Both the tolerance and the standard deviations must be exceeded.
+    size_excess = min(difference / ROW_LEEWAY, _deviation(squares))
+    direction_excess = min(unlike, _deviation(inner))
+    return max(size_excess, direction_excess)
 
 
 def _deviation(statistic: Tensor) -> float:
@@ -344,7 +349,7 @@ class ProductCheck(Probe):
         if bias is not None:
             added = bias.float()[right.rows]
         is_stochastic = any(map(self._precision.is_stochastic, operands))
-        plain = []
+        plain_errors = []
         with (
             # FP32 factors must not be rounded to TF32.
             overridden(torch.backends.cuda.matmul, fp32_precision="ieee"),
@@ -355,9 +360,9 @@ class ProductCheck(Probe):
             for _ in range(DRAWS if is_stochastic else 1):
                 factors = [self._quantized(role, sample) for role, sample in operands.items()]
                 rounded = (factors[0] @ factors[1].t() + added).to(result.dtype)
-                plain.append(rounded.float() - added - exact)
+                plain_errors.append(rounded.float() - added - exact)
         error = result[left.rows][:, right.rows].float() - added - exact
-        return judge_product(name, exact, error, plain, added)
+        return judge_product(name, exact, error, plain_errors, added)
 
     def _quantized(self, role: Role, sample: _Sample) -> Tensor:
         """Return the values of a sample after our plain quantizer has quantized them."""

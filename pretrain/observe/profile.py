@@ -72,7 +72,7 @@ class StepProfile(Observer):
             return
         with profile() as recorded:
             yield
-        # The trace would be written to the file behind a link.
+        # Replace an existing link. The profiler would write to the file that the link refers to.
         (self._folder / TRACE_FILE).unlink(missing_ok=True)
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
         table = recorded.key_averages().table(
