@@ -239,6 +239,7 @@ class TorchGemm(Gemm):
             if kind == "wgrad":
                 return (left.t() @ right).to(dtype)
             dx = cublaslt.multiply(right, left, layout="NN")
+            # `dx` is None if cublasLt does not support this product.
             return (left @ right if dx is None else dx).to(dtype)
 
     def accumulate(

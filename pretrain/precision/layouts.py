@@ -26,7 +26,7 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-magnitude for magnitude in _E2M1_MAGNITUDES))
 # Names of scales that belong to activations, or to the cache of keys and values. Training computes
 # its own scales of activations.
-_NOT_OF_WEIGHTS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global)?_scale$")
+_SCALES_OF_ACTIVATIONS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global)?_scale$")
 # Keys of `quantization_config` that are accepted. `layout_of` reads them, or the weights do not
 # depend on them: they describe activations, the KV cache, or the origin and the loading of the
 # files, or repeat facts about the tensors, such as the names of the linears that stay in BF16. Some
@@ -258,9 +258,9 @@ class StoredWeight:
 def stored_weights(
     tensors: Iterable[tuple[str, Any]], quantization: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a dict from names of parameters to `StoredWeight`s and to slices of safetensors.
+    """Return a dict from the name of each parameter to its `StoredWeight`, or to its slice.
 
-    Return an empty dict if `quantization` is None.
+    Return an empty dict if `quantization` is None. The files must then have no FP8 codes.
 
     tensors: the names and slices of all tensors in the files of a model.
     quantization: `quantization_config` in config.json, or None.
@@ -273,7 +273,7 @@ def stored_weights(
         if name in slices and quantization:
             raise ValueError(f"{name} is in two files")
         slices[name] = stored
-    # Remove the tensors of quantized weights from `slices`. The rest is not quantized.
+    # The tensors of quantized weights are removed from `slices`. The rest is not quantized.
     weights = _take_quantized(slices, layout_of(quantization)) if quantization else {}
     for name, stored in slices.items():
         if stored.get_dtype().startswith("F8"):
@@ -282,7 +282,7 @@ def stored_weights(
             raise ValueError(f"{name} is stored both quantized and in {stored.get_dtype()}")
     if not quantization:
         return {}
-    unquantized = {name: slices[name] for name in slices if not _NOT_OF_WEIGHTS.search(name)}
+    unquantized = {name: slices[name] for name in slices if not _SCALES_OF_ACTIVATIONS.search(name)}
     return weights | unquantized
 
 

@@ -59,7 +59,7 @@ def decide(
     excluded = hf.get_output_embeddings() if settings.scope == "linear" else None
     first, last = active.kept_layers(len(layers))
     kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
-    kept = {module for layer in kept_layers for module in layer.modules()}
+    modules_in_kept_layers = {module for layer in kept_layers for module in layer.modules()}
     features_by_name: dict[str, tuple[nn.Module, Sequence[int]]] = {
         name: (module, features_of(module))
         for name, module in hf.named_modules()
@@ -79,7 +79,7 @@ def decide(
         reason = _reason_by_name(name, settings)
         if module is excluded:
             reason = "scope linear excludes the LM head"
-        elif module in kept:
+        elif module in modules_in_kept_layers:
             reason = reason or "keep_bf16_layers"
         reason = reason or _unfit(features, precision.multiple_of)
         if name in stacks:

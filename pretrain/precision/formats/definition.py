@@ -276,7 +276,8 @@ class QuantizedPrecision(Precision):
         """Return the quantizer of an operand for the product that sums along its features."""
         import torch
 
-        # Import these modules because `self.quantize` reads them from the package `quantizers`.
+        # `self.quantize` reads these modules as attributes of the package `quantizers`. The files
+        # of the precisions cannot import them, because they import torch.
         from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
         quantize = self.quantize
