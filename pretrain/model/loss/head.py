@@ -156,22 +156,22 @@ class LossHead(nn.Linear):
         weight, bias = in_dtype(dtype, self.weight, self.bias)
         linear = self.state if low else F.linear
 
-        def losses(rows: slice) -> Tensor:
+        def losses_of(rows: slice) -> Tensor:
             """Return the losses of the chunk of tokens `rows`, as `add_up` requires."""
             logits = linear(hidden[rows], weight, bias)
             return token_losses(
                 logits, labels[rows], self.penalty, self.change, with_gradient=False
             )
 
-        return self.add_up(losses, labels, low)
+        return self.add_up(losses_of, labels, low)
 
     def add_up(
-        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
+        self, losses_of: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
     ) -> tuple[Tensor, Tensor]:
         """Compute the losses of all chunks and return their sums.
 
         Args:
-            losses: Function that returns the losses of a chunk. The argument is the slice of the
+            losses_of: Function that returns the losses of a chunk. The argument is the slice of the
                 chunk's tokens. The result is FP32 [n], or [2, n] with the penalties in the second
                 row.
             labels: Target of each token, int64 [tokens].
@@ -185,7 +185,7 @@ class LossHead(nn.Linear):
         kinds = 2 if self.penalty else 1
         all_losses = labels.new_empty(kinds, len(labels), dtype=torch.float32)
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
-            all_losses[:, rows] = losses(rows)
+            all_losses[:, rows] = losses_of(rows)
         # Sum in FP64, so that the order of the sum does not matter. This takes little time even for
         # a hundred thousand losses.
         parts = all_losses.sum(dim=1, dtype=torch.float64)
@@ -244,9 +244,9 @@ class ChunkedLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        with _differentiating(head, low, hidden.dtype) as chunk_loss:
+        with _chunk_loss_of(head, low, hidden.dtype) as chunk_loss:
 
-            def losses(rows: slice) -> Tensor:
+            def losses_of(rows: slice) -> Tensor:
                 """Return the losses of the chunk `rows`, and write its gradients."""
                 return chunk_loss(
                     hidden[rows],
@@ -257,7 +257,7 @@ class ChunkedLoss(torch.autograd.Function):
                     first=rows.start == 0,
                 )
 
-            trained, parts = head.add_up(losses, labels, low)
+            trained, parts = head.add_up(losses_of, labels, low)
         ctx.gradients = (d_hidden, d_weight, d_bias)
         ctx.inputs = (weight, hidden.dtype)
         ctx.mark_non_differentiable(parts)
@@ -282,7 +282,7 @@ class ChunkedLoss(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None
 
 
-def _differentiating(
+def _chunk_loss_of(
     head: LossHead, low: Gemm | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
     """Return a context manager for the chunks of one training forward.
@@ -291,6 +291,9 @@ def _differentiating(
     returns the losses of a chunk and writes its gradients. `first` is True for the first chunk. The
     weight gradient of the first chunk overwrites the uninitialized buffer, and the weight gradients
     of all other chunks are added to the buffer.
+
+    The fused head in FP8 finishes its pass when the context is left. All other heads have nothing
+    to finish.
 
     Args:
         head: The head whose loss is computed.
