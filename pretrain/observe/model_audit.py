@@ -236,10 +236,11 @@ class ModelObserver(ProductObserver):
                 Product(name, type(module).__name__, *product)
                 for product in dict.fromkeys(products)
             ]
-        visible = [f"{product.name}." for product in result]
+        with_products = [f"{product.name}." for product in result]
         for name in self._called:
             module = self._modules[name]
-            is_visible = any(product.startswith(f"{name}.") for product in visible)
+            # The products of a module may belong to its submodules or parameters.
+            is_visible = any(path.startswith(f"{name}.") for path in with_products)
             if matrices_of(module) and not is_visible and not isinstance(module, nn.Embedding):
                 result.append(Product(name, type(module).__name__, "not visible", "", "", ""))
         return result

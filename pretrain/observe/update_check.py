@@ -367,12 +367,13 @@ def wrong_parts(
     # NaN is always a fault.
     if not error.norm() <= limit:
         yield "weights"
-    # The scale of the update may be off too, so remove the components along the update.
+    # A wrong decay is an error along the weights. The scale of the update may be off too, so remove
+    # the components along the update.
     update = change + decay * before
-    before, error = (
+    weights, residual = (
         vector - update * (vector @ update) / (update @ update) for vector in (before, error)
     )
-    smallest = (MUON_DECAY * decay + ROUNDING) * (before @ before)
-    noise = MUON_DECAY * before.norm() * error.norm()
-    if (before @ error).abs() > torch.maximum(smallest, noise):
+    smallest = (MUON_DECAY * decay + ROUNDING) * (weights @ weights)
+    noise = MUON_DECAY * weights.norm() * residual.norm()
+    if (weights @ residual).abs() > torch.maximum(smallest, noise):
         yield "weight decay"

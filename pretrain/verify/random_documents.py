@@ -58,9 +58,9 @@ def draw_long_document(
     batch, spans = _draw(shapes, vocabulary, generator, (0, 7))
     tokens = min(shapes.max_seqlen, longest)
     # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
-    # distance, the labels take all positions in a block, one after the other.
-    distance = -(-tokens // LABELS) | 1
-    return _labelled(batch, spans[-1:], tokens, distance)
+    # spacing, the labels take all positions in a block, one after the other.
+    spacing = -(-tokens // LABELS) | 1
+    return _labelled(batch, spans[-1:], tokens, spacing)
 
 
 def _draw(
@@ -87,7 +87,7 @@ def _draw(
 
 
 def _labelled(
-    batch: Microbatch, spans: Tensor, tokens: int, distance: int = 1
+    batch: Microbatch, spans: Tensor, tokens: int, spacing: int = 1
 ) -> tuple[Microbatch, Documents]:
     """Return a microbatch with fewer labels, and the beginnings of documents that have labels.
 
@@ -99,15 +99,14 @@ def _labelled(
         tokens: Number of tokens at the beginning of each document that the reference evaluates. In
             the row of a shorter document, the tokens after its end have no labels, so they do not
             affect the comparison.
-        distance: Every `distance`-th token has a label, counted back from the last but one.
+        spacing: Every `spacing`-th token has a label, counted back from the last but one.
     """
     end_of_batch = batch.input_ids.shape[1] - 1
     indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=end_of_batch)
     # The last token of a document of this length has no label, so count back from the one before.
-    distances = tokens - 2 - torch.arange(tokens)
-    is_place = distances % distance == 0
+    is_chosen = (tokens - 2 - torch.arange(tokens)) % spacing == 0
     next_is_inside = indices < spans[:, 1:] - 1
-    has_label = is_place & next_is_inside
+    has_label = is_chosen & next_is_inside
     labelled = indices[has_label]
     all_labels = batch.labels[0]
     labels = torch.full_like(batch.labels, IGNORE)
