@@ -329,7 +329,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
         repeated = _repeated(states, query.shape[1])
         return repeated.unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
-    mask = packed.documents
+    mask = packed.documents  # the result of `document_mask`
     if packed.window is not None:
         mask = mask.triu(1 - packed.window)
     states = (by_pack(query), by_pack(key), by_pack(value))

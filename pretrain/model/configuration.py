@@ -310,9 +310,11 @@ def _has_effect(
         return True
     if key not in defaults:
         return _other_keys_depend_on(config_class, remaining, key, value)
+    if not over_source:
+        return True
     # The class adds missing entries to a dict, so a dict cannot be compared with the default.
     is_default = defaults[key] == value or isinstance(value, dict)
-    return not over_source or is_default or not is_same(config_class, remaining, values)
+    return is_default or not is_same(config_class, remaining, values)
 
 
 def _other_keys_depend_on(

@@ -130,7 +130,7 @@ class MicrobatchGraphs:
         if not self.status.startswith("off"):
             try:
                 if not self.captured:
-                    self._check_memory(accelerator)
+                    self._decide_by_memory(accelerator)
                 captured = self._captured_for(model, accelerator, batch, rank_sums)
             except InputError as refusal:
                 if self.status == "on":
@@ -163,7 +163,7 @@ class MicrobatchGraphs:
             self.captured_gemms = ()
             torch.cuda.empty_cache()
 
-    def _check_memory(self, accelerator: Accelerator) -> None:
+    def _decide_by_memory(self, accelerator: Accelerator) -> None:
         """Raise InputError if graphs do not fit into memory. If they fit, turn `auto` on.
 
         The activations of a microbatch are the peak of earlier steps minus the present memory. If
@@ -171,6 +171,7 @@ class MicrobatchGraphs:
         """
         free, total = torch.cuda.mem_get_info()
         reserve = 0 if self.status == "on" else int(SPARE * total)
+        # The smallest number of all ranks is minus the largest negative number.
         available = -largest_over_ranks(accelerator, reserve - free)
         activations = largest_over_ranks(
             accelerator, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

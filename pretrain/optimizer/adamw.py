@@ -385,8 +385,10 @@ def _update(
         master.addcdiv_(direction, denominator, value=-hyper.step_size)
         exp_avg_sq.copy_(square)
     elif exp_avg is not None:
+        # Update of Muon's momentum: its direction is written to `weight`.
         master = torch.lerp(gradient, direction, hyper.beta2)
     else:
+        # Muon's update of the weight, with the direction in `gradient`.
         master.add_(direction, alpha=-hyper.step_size)
 
     if remainder is None:

@@ -114,6 +114,7 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     rows = -(-(len(order) + experts * (multiple - 1)) // multiple) * multiple
     # Number of empty rows before the rows of each expert, which follow those of the previous one.
     empty_before = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
+    # A row keeps its place among the sorted choices, moved by the empty rows before it.
     place = torch.empty_like(order)
     place[order] = choices + empty_before[by_expert]
     choice = torch.full((rows,), -1, device=chosen.device).scatter_(0, place, choices)

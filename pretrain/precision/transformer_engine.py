@@ -222,12 +222,13 @@ class TransformerEngineGemm(Gemm):
         written to it.
         """
         if kind == "dgrad":
+            # dgrad reads the column-wise form of the weight.
             right.update_usage(columnwise_usage=True)
         if ends is not None:
             return self._grouped_matmul(kind, left, right, dtype, ends)
         if kind != "forward":
             return self._general_gemm(kind, left, right, out_dtype=dtype, out=out)
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16:  # cublasLt's products are BF16
             fast = not split_accumulator(self.engine.te_recipe, "fprop")
             with watched(self.members, kind):
                 y = cublaslt.multiply(

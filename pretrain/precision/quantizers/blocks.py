@@ -199,9 +199,9 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     # the limit is the mantissa of 2^-127, because the byte 0 encodes the scale 2^-127.
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)
     exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
-    return blocks.quantized(
-        split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform
-    )
+    scale = _power_of_two(exponent)
+    reciprocal = _power_of_two(LARGEST - exponent)
+    return blocks.quantized(split.float() * reciprocal, scale, grid, uniform)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
