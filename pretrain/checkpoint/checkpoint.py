@@ -327,14 +327,16 @@ class Checkpoints:
         that was given up. The next save deletes the checkpoints that are set aside.
         """
         self.wait()
-        for path in step_folders(self.folder) if self.rank == 0 else ():
-            if step_of(path) > step:
-                _log.warning(
-                    "%s was renamed to %s, because the run continues from step %d",
-                    path,
-                    on_disk.set_aside(path).name,
-                    step,
-                )
+        if self.rank == 0:
+            for path in step_folders(self.folder):
+                if step_of(path) > step:
+                    renamed = on_disk.set_aside(path)
+                    _log.warning(
+                        "%s was renamed to %s, because the run continues from step %d",
+                        path,
+                        renamed.name,
+                        step,
+                    )
         from_all_ranks(None)  # the other ranks wait until all checkpoints are renamed
 
     def newest(self, *, before: int | None = None) -> Path | None:

@@ -68,10 +68,12 @@ def write_model(
             apply_umask(file)
         # Only a folder with nothing but an export is replaced. An error here keeps the old folder,
         # and `explaining_transformers` re-raises the ValueError as InputError.
-        written = set(os.listdir(new))
-        for name in os.listdir(folder) if folder.exists() else ():
-            if name not in written and not _OPTIONAL_FILES.fullmatch(name):
-                raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
+        if folder.exists():
+            for name in set(os.listdir(folder)) - set(os.listdir(new)):
+                if not _OPTIONAL_FILES.fullmatch(name):
+                    raise ValueError(
+                        f"the folder has {name}, but no export writes it (move it away)"
+                    )
 
 
 def keys_of_other_programs(config: PretrainedConfig) -> dict[str, Any]:

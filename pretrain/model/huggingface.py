@@ -283,10 +283,9 @@ def build_on_first_rank(
 
 def _broadcast_buffers(source: PreTrainedModel | None, target: PreTrainedModel) -> None:
     """Copy the buffers of `source`, which only the first rank has, to `target` on all ranks."""
-    values = dict(source.named_buffers()) if source else {}
     for name, buffer in target.named_buffers():
         if source:
-            buffer.copy_(values[name])
+            buffer.copy_(source.get_buffer(name))
         torch.distributed.broadcast(buffer, src=0)
 
 

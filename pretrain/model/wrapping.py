@@ -139,9 +139,14 @@ def convert(
     product of a fused layer gets a Gemm for all its linear layers.
     """
     group_experts(hf, context)
-    members = fused.members if fused else {}
     quantized = quantized_names(decisions)
-    for product in fused.products if fused else ():
+    if fused:
+        members = fused.members
+        products = fused.products
+    else:
+        members = {}
+        products = []
+    for product in products:
         # `fuse` stacks only linear layers that are all quantized, or all unquantized.
         if product.members[0] in quantized:
             sizes = [features_of(linear) for linear in product.linears]

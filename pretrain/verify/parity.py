@@ -210,10 +210,11 @@ def check_parity(
         return parity
     finally:
         clear_gradients(optimizer, model)
-        for product in model.fused.products if model.fused else ():
-            # Free the cached weight of the unquantized path, because it is possible that training
+        if model.fused:
+            # Free the cached weights of the unquantized path, because it is possible that training
             # never uses this path.
-            product.plain.drop_weight()
+            for product in model.fused.products:
+                product.plain.drop_weight()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             # The peak memory that the run reports must not include this comparison.

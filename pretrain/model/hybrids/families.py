@@ -57,7 +57,9 @@ def mixers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
     Other models have no such part.
     """
-    for name, module in model.named_modules() if mixing_functions(model) else ():
+    if not mixing_functions(model):
+        return
+    for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module
 
