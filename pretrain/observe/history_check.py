@@ -90,7 +90,8 @@ def _wrong_histories(
 
     history = stacked(after, "amax_history")
     settings = active.settings
-    # A history of length 1 stores no past amax. Then the scale is compared with the observed amax.
+    # A history of length 1 stores no past amax, so there is nothing to compare. The scale is then
+    # expected to follow from the observed amax.
     is_short = len(history) == 1
     newest = amax if is_short else history[-1]
     before_history = stacked(before, "amax_history")

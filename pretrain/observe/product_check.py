@@ -282,17 +282,17 @@ class ProductCheck(Probe):
         of_columns = part[:, columns].clone().t()
         # A scale of the tensor depends on all values, not only on those of the sample.
         amax = largest_magnitude(tensor)
-        features = _Sample(of_rows, of_rows, amax, scale, rows)
+        # A format may transform operands that are summed along their rows.
         transformed = of_columns
+        transformed_amax = amax
         transform = self._precision.transform(role)
         if transform is not None:
-            # The format transforms operands that are summed along their rows.
             transformed = transform(of_columns)
             if self._precision.tensor_scaled:
-                amax = largest_magnitude(transform(tensor.t()))
+                transformed_amax = largest_magnitude(transform(tensor.t()))
         return {
-            "features": features,
-            "rows": _Sample(of_columns, transformed, amax, scale, columns),
+            "features": _Sample(of_rows, of_rows, amax, scale, rows),
+            "rows": _Sample(of_columns, transformed, transformed_amax, scale, columns),
         }
 
     @torch.no_grad()

@@ -111,8 +111,13 @@ class ProductObserver:
         """
 
         def add(kinds: Sequence[str], engine: str) -> None:
-            left, right = emulated or (kinds[::-1] if swapped else kinds)
-            product = ObservedProduct(gemm, left, right, "emulation" if emulated else engine)
+            left, right = kinds
+            if swapped:
+                left, right = right, left
+            if emulated:
+                left, right = emulated
+                engine = "emulation"
+            product = ObservedProduct(gemm, left, right, engine)
             for name in names:
                 self.products.setdefault(name, []).append(product)
 

@@ -151,11 +151,13 @@ def _follow_recorded_choices(
     if recorded is None or recorded.shape != chosen.shape:
         return None
     logits = router.router_logits.float()
-    least_logit = logits.gather(1, chosen).amin(1)
-    is_near = least_logit - logits.gather(1, recorded).amin(1) <= NEAR * logits.std(1).mean()
+    least_chosen = logits.gather(1, chosen).amin(1)
+    least_recorded = logits.gather(1, recorded).amin(1)
+    is_near = least_chosen - least_recorded <= NEAR * logits.std(1).mean()
     # Some routers add a bias to the logits or first choose groups of experts. If the logits do not
     # explain the choice of the router, accept every choice of the compared model.
-    is_near |= (least_logit < logits.topk(chosen.shape[1]).values[:, -1]).any()
+    least_of_largest = logits.topk(chosen.shape[1]).values[:, -1]
+    is_near |= (least_chosen < least_of_largest).any()
     differs = (recorded.sort(1).values != chosen.sort(1).values).any(1)
     moved = (is_near & differs).nonzero()[:, 0]
     moved_to = recorded[moved]
@@ -171,19 +173,20 @@ def _weights_of(recorded: Tensor, logits: Tensor, chosen: Tensor, weights: Tenso
     """Return the weights [tokens, choices] that a router would give to the `recorded` experts.
 
     `logits` [tokens, experts], `chosen` and `weights` are the results of the router. The weights of
-    a token are its scores times a constant. The scores are the softmax or the sigmoid of the
-    logits, whichever fits `weights` better.
+    a token are its scores times a factor of the token. The scores are the softmax or the sigmoid of
+    the logits, whichever fits `weights` better.
     """
 
     def spread(scores: Tensor) -> float:
-        """Return the variance of the logarithm of that constant."""
+        """Return the variance of the factor's logarithm. It is about 0 for the right scores."""
         return (weights / scores.gather(1, chosen)).log().var(1, correction=0).sum().item()
 
     scores = min(logits.softmax(-1), logits.sigmoid(), key=spread)
-    # If all tokens have nearly the same sum of weights, the router normalizes the weights.
     totals = weights.float().sum(1, keepdim=True)
-    are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
-    divisors = scores.gather(1, recorded if are_shares else chosen).sum(1, keepdim=True)
+    # If all tokens have nearly the same sum of weights, the router normalizes the weights. The
+    # weights of other experts then have the same sum too. Otherwise the factor stays the same.
+    is_normalized = (totals - totals[0]).abs().max() < 0.02 * totals[0]
+    divisors = scores.gather(1, recorded if is_normalized else chosen).sum(1, keepdim=True)
     return (totals / divisors) * scores.gather(1, recorded)
 
 
