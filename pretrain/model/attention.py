@@ -804,15 +804,15 @@ def refusal_of(requested: Attention, case: Case) -> str | None:
 
     "auto" can always run, except on a GPU without a kernel for caps or sinks.
     """
-    if requested == "auto" and case.changed_scores and case.device_type == "cuda":
+    if requested != "auto":
+        if reason := obstacle(requested, case):
+            return (
+                f"model.attention: {requested} cannot be used here: {requested} {reason}; "
+                "set model.attention: auto"
+            )
+    elif case.changed_scores and case.device_type == "cuda":
         return without_kernel(case.changed_scores, obstacle("flash_attn", case))
-    reason = None if requested == "auto" else obstacle(requested, case)
-    if reason is None:
-        return None
-    return (
-        f"model.attention: {requested} cannot be used here: {requested} {reason}; "
-        "set model.attention: auto"
-    )
+    return None
 
 
 def choose(requested: Attention, case: Case, mean_length: float) -> Choice:

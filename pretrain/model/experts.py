@@ -35,7 +35,7 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
     transformers. They also record the choices of tokens, and sum the gradients of biases in FP32.
     """
     for name, module in list(stacked_experts(hf, biased=True)):
-        if hasattr(module, "choice_log"):
+        if hasattr(module, "choice_log"):  # an earlier call has changed this module
             continue
         if getattr(module, "has_bias", False):
             _wrap_biased(module)

@@ -417,6 +417,7 @@ def same_as_first(
             sums.append(d.view(torch.int64).sum())
     if not ran:
         raise CublasLtError("no algorithm of the heuristic runs")
+    # The checksum of d if the product is zero and only `added` is left.
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
     # It suffices to check the result of the last launch: whether d is finite depends on the
     # operands, not on the algorithm. The sum is not computed in FP64, because that would copy d.

@@ -62,10 +62,10 @@ def select_precision(
         return ActivePrecision(precision, requested, "torch")
     if fp8_config.backend == "emulation":
         return ActivePrecision(precision, requested, "emulation")
-    need = unsupported_because(requested)
-    if need is None:
+    obstacle = unsupported_because(requested)
+    if obstacle is None:
         return ActivePrecision(precision, requested, "transformer_engine")
-    reason = f"`precision: {requested.name}` {need}"
+    reason = f"`precision: {requested.name}` {obstacle}"
     if fp8_config.on_unsupported == "emulate":
         return ActivePrecision(precision, requested, "emulation", reason)
     # The options of the recipe were chosen for the requested precision. The stand-in has defaults.

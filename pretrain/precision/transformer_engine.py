@@ -158,6 +158,8 @@ class TransformerEngineGemm(Gemm):
 
     def begin(self, x: Tensor) -> None:
         self.linear.prepare_forward(x)
+        # The first two quantizers of forward are those of the input and the weight. The first one
+        # of backward is that of the output's gradient.
         forward, backward = (self.linear.quantizers[key] for key in TE_DIRECTIONS.values())
         for quantizer in (*forward[:2], backward[0]):
             # With this flag, the quantizer returns the plain storage of a quantized tensor instead

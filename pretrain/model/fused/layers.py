@@ -255,12 +255,12 @@ class FusedLayers:
 
         Example: "28 of 28 layers, queries and keys kept for backward".
         """
-        count = len(self.layers.keys() - self.left_out.keys())
+        fused = len(self.layers.keys() - self.left_out.keys())
         reasons = Counter(self.left_out.values())
         rest = "".join(f"; {count} not completely: {reason}" for reason, count in reasons.items())
-        is_kept = self.arithmetic.keeps_rotated and count
+        is_kept = self.arithmetic.keeps_rotated and fused
         kept = ", queries and keys kept for backward" if is_kept else ""
-        return f"{count} of {count + len(self.left_out)} layers{kept}{rest}"
+        return f"{fused} of {fused + len(self.left_out)} layers{kept}{rest}"
 
 
 def stacked_linears(
