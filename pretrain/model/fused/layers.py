@@ -426,12 +426,12 @@ class NormedAttention(torch.autograd.Function):
         arithmetic = layer.arithmetic
         product = StackedPass(layer.qkv, x, differentiable=differentiable)
         ctx.call = (layer, product, attention, arithmetic.gemm_class.is_first_in_forward())
-        normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
+        normed, rstd, mean = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
         q, k, v = arithmetic.kernels.rotary.rotate(
             qkv, cos, sin, layer.parts.heads, layer.parts.head_norms_in(qkv.dtype)
         )
-        saved = [normed, x, *statistics, qkv if layer.parts.head_norms else None, cos, sin]
+        saved = [normed, x, rstd, mean, qkv if layer.parts.head_norms else None, cos, sin]
         if attention is None:
             if differentiable:
                 arithmetic.save(ctx, *saved)
@@ -451,18 +451,19 @@ class NormedAttention(torch.autograd.Function):
         arithmetic = layer.arithmetic
         *gradients, residual = d_results
         del d_results
-        # `saved` has x and the statistics of the norm, then qkv, cos and sin. If this node has
-        # computed attention, the inputs and results of attention follow.
         normed, *saved = arithmetic.saved(ctx)
-        inputs = (*saved[3:6], layer.parts.heads, layer.parts.head_norms_in(residual.dtype))
+        x_and_statistics = saved[:3]
+        # qkv, cos and sin, and the layout and norms of heads.
+        rotation = (*saved[3:6], layer.parts.heads, layer.parts.head_norms_in(residual.dtype))
         if attention is not None:
-            gradients = _attention_backward(layer, gradients.pop(), saved[6:], inputs, *attention)
-        del saved[3:]
-        dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
+            # The rest of `saved` are the inputs and results of attention.
+            gradients = _attention_backward(layer, gradients.pop(), saved[6:], rotation, *attention)
+        del saved
+        dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *rotation, product)
         d_normed = product.input_gradient(dqkv)
         product.add_weight_gradient(dqkv, normed)
         dx, d_norm, _ = arithmetic.norm_backward(
-            d_normed, *saved[:3], layer.parts.norms[0], residual=residual
+            d_normed, *x_and_statistics, layer.parts.norms[0], residual=residual
         )
         if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
@@ -532,7 +533,7 @@ class OutputAndMLP(torch.autograd.Function):
             operand = output.quantize("input", attended)
             x = output.project(operand, residual)
         gate_up = StackedPass(layer.gate_up, x, differentiable=differentiable)
-        normed, *statistics = arithmetic.norm(x, layer.mlp_norm, gate_up)
+        normed, rstd, mean = arithmetic.norm(x, layer.mlp_norm, gate_up)
         hidden = gate_up.project(normed)
         down = StackedPass(layer.down, hidden, differentiable=differentiable)
         activation = arithmetic.activation(hidden, layer.gated, gate_up, down)
@@ -542,7 +543,7 @@ class OutputAndMLP(torch.autograd.Function):
         # Save after the products, because saving splits quantized operands into tensors, and
         # products cannot use the split operands.
         if differentiable:
-            arithmetic.save(ctx, operand, x, normed, hidden, kept, *statistics)
+            arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd, mean)
         return y
 
     @staticmethod
@@ -552,7 +553,7 @@ class OutputAndMLP(torch.autograd.Function):
         gate_up = activation.gate_up
         down = activation.down
         arithmetic = layer.arithmetic
-        operand, x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
+        operand, x, normed, hidden, kept, rstd, mean = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated, d_biases = activation.backward(d_activated, hidden, kept)
@@ -564,7 +565,7 @@ class OutputAndMLP(torch.autograd.Function):
         del d_hidden, normed
         has_biases = down.sums_gradient or (output is not None and output.sums_gradient)
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
-            d_normed, x, *statistics, layer.mlp_norm, residual=dy, summed=has_biases
+            d_normed, x, rstd, mean, layer.mlp_norm, residual=dy, summed=has_biases
         )
         del d_normed, x
         d_attended = None
