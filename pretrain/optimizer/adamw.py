@@ -102,7 +102,14 @@ class ExactAdamW(torch.optim.Optimizer):
     ) -> Hyperparameters:
         """Return the hyperparameters of update number `step` of a parameter in `group`."""
         beta1, beta2 = group["betas"]
-        return Hyperparameters(group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
+        return Hyperparameters(
+            learning_rate=group["lr"],
+            weight_decay=group["weight_decay"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            step=step,
+        )
 
     def materialise(self) -> None:
         """Allocate the state of all parameters before the first step.

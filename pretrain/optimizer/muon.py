@@ -298,7 +298,10 @@ class Muon(ExactAdamW):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rounds = [[*map(_with_directions, batches)] for batches in share(trained, ranks)]
         group = self.param_groups[-1]
-        hyper = Hyperparameters(0.0, 0.0, group[MOMENTUM], group[MOMENTUM])
+        # `prepare_updates` treats a parameter without a second moment as a momentum of Muon.
+        hyper = Hyperparameters(
+            learning_rate=0.0, weight_decay=0.0, beta1=group[MOMENTUM], beta2=group[MOMENTUM]
+        )
         directions: dict[Tensor, Tensor] = {}
         momenta: list[Update] = []
         for batch in chain(*rounds):
@@ -308,7 +311,13 @@ class Muon(ExactAdamW):
                     full_gradient: Any = gradient_of(weight.parameter)
                     gradient = local_part(full_gradient.contiguous())
                     momentum = local_part(self._state_of(weight.parameter)[MOMENTUM])
-                    tensors = ParameterTensors(direction, None, gradient, momentum, None)
+                    tensors = ParameterTensors(
+                        weight=direction,
+                        remainder=None,
+                        gradient=gradient,
+                        exp_avg=momentum,
+                        exp_avg_sq=None,
+                    )
                     momenta.append((tensors, hyper))
         update_momenta = prepare_updates(momenta, clip_coefficient)
         update_weights = self._prepare(clip_coefficient, directions)

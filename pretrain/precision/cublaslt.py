@@ -256,15 +256,15 @@ def problem_of(
             return None
     types = (a.dtype, b.dtype, _BF16 if total is None else total.dtype)
     return Problem(
-        m,
-        n,
-        k,
-        types,
-        transposed,
-        is_fp8 and fast_accumulation,
-        residual is not None,
-        (a.mode, b.mode),
-        a.bias is not None,
+        m=m,
+        n=n,
+        k=k,
+        types=types,
+        transposed=transposed,
+        fast_accumulation=is_fp8 and fast_accumulation,
+        adds=residual is not None,
+        modes=(a.mode, b.mode),
+        biased=a.bias is not None,
     )
 
 

@@ -411,7 +411,13 @@ def _reference(
     sums_of_ranks = from_all_ranks(rows.sum(1).tolist())
     loss, held_out_loss, mean_square = (np.sum(sums_of_ranks, axis=0) / tokens).tolist()
     noise = distances(rounded, gradients)
-    return Reference(loss, held_out_loss, math.sqrt(mean_square), gradients, noise)
+    return Reference(
+        loss=loss,
+        held_out_loss=held_out_loss,
+        loss_noise=math.sqrt(mean_square),
+        gradients=gradients,
+        noise=noise,
+    )
 
 
 def _compare_quantized(

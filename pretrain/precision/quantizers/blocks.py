@@ -115,13 +115,13 @@ class Blocks:
         if tensor_scale is None:
             tensor_scale = torch.ones((), device=codes.device)
         return BlockQuantized(
-            self.join(codes),
-            self.join(scale.expand_as(codes)),
-            tensor_scale,
-            grid,
-            self,
-            codes,
-            scale,
+            codes=self.join(codes),
+            block_scale=self.join(scale.expand_as(codes)),
+            tensor_scale=tensor_scale,
+            grid=grid,
+            blocks=self,
+            split_codes=codes,
+            split_scale=scale,
         )
 
 
