@@ -262,6 +262,7 @@ class Checkpoints:
         if pending is None:
             return
         reasons = self._failures(pending.written)
+        # All ranks have written their files now, or one of them has failed.
         self.settle()
         self._pending = None
         reasons = reasons or self._failures(pending.finished)
@@ -429,7 +430,8 @@ class Checkpoints:
     def _verify(self, path: Path) -> list[str]:
         """Compare the files of the checkpoint at `path` with its manifest.
 
-        Return one line for each problem. Each rank hashes a different part of the files.
+        Return one line for each problem. Remember the checkpoint as intact if there is none. Each
+        rank hashes a different part of the files.
         """
         try:
             files = sorted(read_manifest(path).files, key=lambda file: file.name)

@@ -101,7 +101,9 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     unknown keys without a message.
     """
     config_class, stored, changes = _read(settings)
-    values = _without_derived_values(config_class, stored, changes) | changes if changes else stored
+    values = stored
+    if changes:
+        values = _without_derived_values(config_class, stored, changes) | changes
     vocabulary = values.get("vocab_size")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         default = getattr(config_class, key, None)

@@ -95,6 +95,7 @@ class GroupedExperts(nn.Module):
         # Method of transformers that maps gate and up [rows, 2 width] to activated values
         # [rows, width].
         self._apply_gate = experts._apply_gate
+        # Some architectures replace transformers' method by another formula.
         is_default = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
         self._is_swiglu = is_default and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
         # int64 [experts]: number of tokens of each expert in training since the last reset by
