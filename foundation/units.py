@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -127,8 +128,20 @@ def tables(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         if table([*parts[-1], column]).index("\n") > WIDTH:
             parts.append([first_column])
         parts[-1].append(column)
-    shared = [textwrap.fill(f"Equal in all rows: {', '.join(equal)}.", WIDTH)] if equal else []
+    shared = [wrap(f"Equal in all rows: {', '.join(equal)}.")] if equal else []
     return "\n\n".join([*shared, *map(table, parts)])
+
+
+def wrap(text: str) -> str:
+    """Return `text` in lines of at most WIDTH characters. The lines after the first are indented.
+
+    A number and its unit stay in one line, and so do paths and other words.
+    """
+    joined = re.sub(r"(?<=\d) (?=%|[GM]iB)", "\xa0", text)
+    lines = textwrap.fill(
+        joined, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\xa0", " ")
 
 
 def table(columns: Sequence[Sequence[str]]) -> str:

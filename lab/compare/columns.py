@@ -184,10 +184,10 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         ),
         _summary_column(
             "data wait",
-            "share of the steps' time spent waiting for data, if it is at least 0.1 %",
+            "share of the steps' time spent waiting for data",
             "data_wait_share",
             percent,
-            is_shown=_waited,
+            is_shown=lambda run: not run.side_by_side,
         ),
     ]
     return [
@@ -195,14 +195,6 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         for column in columns
         if any(column.value(compared) is not None for compared in compared_runs)
     ]
-
-
-def _waited(run: RunRecord) -> Any:
-    """Return a true value if a run on hardware has waited for data for at least 0.05 % of the time.
-
-    A shorter share is shown as 0.0 %.
-    """
-    return hardware_speed(run) and run.summary.get("data_wait_share", 0) >= 0.0005
 
 
 def _setting_column(key: str) -> Column:

@@ -16,6 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from foundation.units import wrap
 from pretrain.checkpoint.state import changed_keys
 from pretrain.metrics.run_record import (
     HELD_OUT_LABELS,
@@ -94,15 +95,12 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
         # The config.json files of two models differ in many keys. Report only the name of the
         # model.
         changed = [key for key in changed if not key.startswith(SOURCE)]
-    first_values, second_values = (
-        settings_of(run) | training
-        for run, training in zip((first, second), trainings, strict=True)
-    )
+    settings = [settings_of(first) | trainings[0], settings_of(second) | trainings[1]]
     differences = {}
     for key in changed:
-        values = first_values.get(key), second_values.get(key)
-        if values[0] != values[1]:
-            differences[key] = (as_text(values[0], key), as_text(values[1], key))
+        first_value, second_value = (values.get(key) for values in settings)
+        if first_value != second_value:
+            differences[key] = (as_text(first_value, key), as_text(second_value, key))
     return differences
 
 
@@ -129,12 +127,13 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
             if not f"{key}.".startswith(varied)
         }
         if unfair:
-            options = " ".join(f"--vary {key}" for key in unfair)
             raise InputError(
-                f"{base.path} and {run.path} differ in more than precision and weights: "
-                f"{in_words(unfair)}; either report each run alone, or train one of the two runs "
-                f"again with the settings of the other run, or, if you want to compare these "
-                f"settings, add {options}"
+                wrap(
+                    f"{base.path} and {run.path} differ in more than precision and weights: "
+                    f"{in_words(unfair)}; either report each run alone, or train one of the two "
+                    "runs again with the settings of the other run, or, if you want to compare "
+                    "these settings, add `--vary KEY` for each key or for its section"
+                )
             )
 
 

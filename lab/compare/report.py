@@ -10,11 +10,10 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
 from foundation.errors import InputError, require_package
 from foundation.files import replace_file
-from foundation.units import WIDTH
+from foundation.units import wrap
 from lab.compare.columns import figures_of, tables_of
 from lab.compare.comparison import ComparedRun, compare, notes_on
 from lab.compare.differences import MARGIN
@@ -60,7 +59,7 @@ class Report:
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
-        parts = [fill(self.seeds.answer(), WIDTH)]
+        parts = [wrap(self.seeds.answer())]
         # If each group has a single run, the answer already has all results over seeds.
         if len(self.seeds.results) < len(self.compared_runs):
             columns = self.seeds.columns()
@@ -82,7 +81,7 @@ class Report:
 
 def _bullets(notes: Iterable[str]) -> str:
     """Return a Markdown list with one item for each note, in lines of at most WIDTH columns."""
-    return "\n".join(fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes)
+    return "\n".join(wrap(f"* {note}") for note in notes)
 
 
 def main(options: argparse.Namespace) -> int:

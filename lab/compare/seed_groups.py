@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class GroupResult:
     verdict: str
 
     @property
+    def compared_seeds(self) -> Collection[int]:
+        """Return the seeds that the baseline's group has too, or all seeds of the baseline."""
+        return self.difference.by_seed if self.difference else self.losses
+
+    @property
     def result(self) -> str:
         """Return the difference with its number of seeds, if there is one, and the verdict."""
         if self.difference is None:
@@ -83,8 +88,7 @@ class GroupResult:
         If the group is compared with the baseline's group, only the seeds that both groups have are
         included. Return UNKNOWN if there is no loss.
         """
-        seeds = self.difference.by_seed if self.difference else self.losses
-        sample = Sample({seed: loss for seed, loss in self.losses.items() if seed in seeds})
+        sample = Sample({seed: self.losses[seed] for seed in self.compared_seeds})
         if not sample.by_seed:
             return UNKNOWN
         deviation = f" (sd {math.sqrt(sample.variance):.4f})" if len(sample.by_seed) > 1 else ""
@@ -155,11 +159,7 @@ class SeedComparison:
         ]
         return [
             Column("runs", "", lambda group: group.name, is_text=True),
-            Column(
-                "seeds",
-                "",
-                lambda group: len(group.difference.by_seed if group.difference else group.losses),
-            ),
+            Column("seeds", "", lambda group: len(group.compared_seeds)),
             Column(
                 f"minus {base}",
                 "mean difference of runs with the same seed, in nats per token",

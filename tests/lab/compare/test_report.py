@@ -26,7 +26,7 @@ from lab.compare.page import (
 from lab.compare.report import Report
 from pretrain.__main__ import main
 from pretrain.metrics.run_record import RunRecord, read_run
-from tests.lab.made_runs import append, make_run, note, trained
+from tests.lab.made_runs import append, make_run, note, rows_of, trained
 
 LONG = [3.0 - 0.001 * step for step in range(100)]
 LOSSES = {
@@ -114,15 +114,15 @@ def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):
     assert f"{tmp_path.name} is not a run folder" in capsys.readouterr().err
 
 
-def test_a_wait_that_is_shown_as_zero_has_no_column(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name) for name in ("a", "b")]
-    assert "data wait" in " ".join("\n".join(Report.over([*map(read_run, runs)]).tables()).split())
-    for run in runs:
-        metrics = run / "metrics.jsonl"
-        metrics.write_text(
-            metrics.read_text().replace('"data_wait_ms": 1.0', '"data_wait_ms": 0.04')
-        )
-    assert "wait" not in "\n".join(Report.over([*map(read_run, runs)]).tables())
+def test_a_short_wait_and_a_wait_of_an_emulated_run_are_shown(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", audit={"backend": "emulation"})]
+    tables = "\n".join(Report.over([*map(read_run, runs)]).tables())
+    assert "data wait 1.0 %" in tables, "equal in all rows"
+    metrics = runs[1] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"data_wait_ms": 1.0', '"data_wait_ms": 0.04'))
+    tables = "\n".join(Report.over([*map(read_run, runs)]).tables())
+    waits = [rows[-1][-1] for rows in rows_of(tables).values()]
+    assert waits == ["data wait", "1.0 %", "0.0 %"]
 
 
 # ── The page ──────────────────────────────────────────────────────────────────────────────────────
