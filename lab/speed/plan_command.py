@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import GIB, UNKNOWN, or_dash, table, with_bar
+from foundation.units import GIB, UNKNOWN, or_dash, table, with_bar, wrap
 from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
@@ -37,8 +36,7 @@ from pretrain.settings.recipe import Recipe
 ON_GPUS = [name for name, precision in QUANTIZED.items() if precision.hardware.capability]
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = {
-    "tokens/s": "predicted, ± the error of the card, with the packages of requirements-cuda.txt; "
-    "± 15 % on several GPUs, and with experts, recomputation or long documents",
+    "tokens/s": "predicted, ± its error, with the packages of requirements-cuda.txt",
     "gain": "speed divided by the speed in BF16 with the same microbatch and configuration",
     "packs": "microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
@@ -90,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
     notes += unsuitable
     if training.flops.uncounted:
         notes.append(training.flops.uncounted_warning)
-    print("\n".join(_wrapped(f"* {text}") for text in [*notes, *training.notices]))
+    print("\n".join(wrap(f"* {text}") for text in [*notes, *training.notices]))
     return 0
 
 
@@ -171,7 +169,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
         if "gain" in titles:
             lines[0] += f", speed by steps of {card.source}"
         lines.append(table(known))
-    lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
+    lines += [wrap(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines), titles
 
 
@@ -199,8 +197,3 @@ def _row(
     cells = [label, speed_text, with_bar(prediction.gain, gain_bar, ".2f"), packs, needs]
     cells += [or_dash(seconds, units.duration), or_dash(dollars, "{:,.2f}".format)]
     return speed or prediction.gain or 0.0, cells
-
-
-def _wrapped(text: str) -> str:
-    """Return a text as lines that fit into the width of the output."""
-    return textwrap.fill(text, width(), subsequent_indent="  ")
