@@ -194,11 +194,11 @@ S = TypeVar("S", bound=BaseModel)
 def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     """Return an object of the class `cls` with the given `values`.
 
-    Raises one InputError with a line for each wrong key. Each line begins with `origin`, such as
-    the name of a file. If the type of a key is a union, pydantic reports one mistake for each type
-    in the union. These mistakes are joined in one line. If a section is wrong because of a key
-    inside of it, only the line of this key is kept. In the config.yaml of a run, removed keys may
-    have any value.
+    Raises one InputError with a line for each mistake, which names all keys with this mistake. Each
+    line begins with `origin`, such as the name of a file. If the type of a key is a union, pydantic
+    reports one mistake for each type in the union. These mistakes are joined in one line. If a
+    section is wrong because of a key inside of it, only the line of this key is kept. In the
+    config.yaml of a run, removed keys may have any value.
     """
     is_record = origin.endswith("/config.yaml")
     try:
@@ -208,16 +208,17 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         # A file that is no recipe may have thousands of mistakes, so report only the first ones.
         for item in error.errors(include_url=False)[:20]:
             key, mistake = _describe(cls, item)
-            mistakes = by_key.setdefault(key, [])
-            if mistake not in mistakes:
-                mistakes.append(mistake)
-        lines = []
+            by_key.setdefault(key, []).append(mistake)
+        by_mistake: dict[str, list[str]] = {}
         for key, mistakes in by_key.items():
             # Skip a section if the mistake in one of its keys is reported.
-            if any(other.startswith(f"{key}.") for other in by_key):
-                continue
-            subject = f"{origin}: `{key}`: " if key else f"{origin}: "
-            lines.append(subject + ", or ".join(mistakes))
+            if not any(other.startswith(f"{key}.") for other in by_key):
+                keys = by_mistake.setdefault(", or ".join(dict.fromkeys(mistakes)), [])
+                keys.append(key and f"`{key}`")
+        lines = [
+            ": ".join(filter(None, (origin, ", ".join(keys), mistake)))
+            for mistake, keys in by_mistake.items()
+        ]
         raise InputError("\n".join(lines)) from None
 
 

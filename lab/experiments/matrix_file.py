@@ -2,7 +2,8 @@
 
 The runs are called cells. A cell is an ordinary training run of the base recipe with `key=value`
 overrides, in a separate run folder. The key `cells` maps the name of each cell to its overrides.
-All cells are checked before the first cell is started.
+The settings of all cells are checked before the first cell is started, without the values in
+`model.config`.
 """
 
 from __future__ import annotations
@@ -232,6 +233,12 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
     content = load_yaml(path)
+    if "recipe" not in content:
+        raise InputError(
+            f"{path}: this file is no matrix, because it lacks `recipe`, the recipe of all cells; "
+            "either write a matrix (recipes/matrices/ has examples), or train the file as a recipe "
+            "with `python -m pretrain train`"
+        )
     settings = parse(MatrixSettings, content | replaced, str(path))
     keys_of_cells = {key for values in settings.cells.values() for key in flatten(values)}
     for key in sorted(keys_of_cells & dict(parse_overrides(overrides)).keys()):

@@ -217,7 +217,7 @@ COMMANDS = {
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "report nowhere --out page.html": "install this project with its extra `report`",
-    "matrix {here}/matrix.yaml": "{here}/matrix.yaml: `cells`: Field required",
+    "matrix {here}/matrix.yaml": "matrix.yaml: this file is no matrix, because it lacks `recipe`, ",
     "plan {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     **{
         command: "s3://bucket/x is an address, but a path on this machine is needed"

@@ -70,7 +70,7 @@ MISTAKES: list[tuple[dict, str | tuple[str, ...]]] = [
     ({"layers": 1}, "`layers`: unknown key; did you mean `recompute.layers`?"),
     ({"lr": 1}, "`lr`: unknown key; did you mean `rate`?"),
     ({"switch": {"layers": 1, "layerz": 1}}, "did you mean `switch.layers`?"),
-    ({"lora": 1}, "`lora`: unknown key; known keys here: "),
+    ({"lora": 1, "adapter": 1}, "`lora`, `adapter`: unknown key; known keys here: "),
     ({"deepspeed": 1}, "shares, source, steps, switch, template, warmup; see docs/keys.md"),
     ({"switch": {}, "rate": "x"}, ("`rate`", "`switch.layers`")),
 ]
@@ -100,7 +100,8 @@ def test_deep_wide_long_and_many_values_have_a_short_message() -> None:
             assert max(map(len, str(error.value).splitlines())) < 1000
     with pytest.raises(InputError) as error:
         parse(Example, {f"key{number}": 1 for number in range(10_000)}, "file")
-    assert str(error.value).count("unknown key") == 20
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("file: `key0`, `key1`, ") and line.count("`key") == 20
 
 
 def test_a_setting_of_both_kinds_takes_numbers_and_switches() -> None:
