@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +48,7 @@ def main(options: argparse.Namespace) -> int:
     if gpu and not options.precisions:
         tried = [name for name in listed if not reasons.get(name)]
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        accelerate = "bf16" if gpu else "cpu"
-        matrix = matrix_in(Path(folder), tried, reasons, accelerate=accelerate)
+        matrix = matrix_in(Path(folder), tried, accelerate="bf16" if gpu else "cpu")
         # `run_all` passes signals on to the trainings.
         with StopRequest(passed_on=True) as stop:
             outcomes = run_all(matrix, matrix.cells, stop)
@@ -78,16 +77,12 @@ def machine() -> str:
     return f"{device}; {', '.join(libraries)}, CUDA {torch.version.cuda}"
 
 
-def matrix_in(
-    folder: Path, names: Sequence[str], reasons: Mapping[str, str | None], *, accelerate: str
-) -> Matrix:
+def matrix_in(folder: Path, names: Sequence[str], *, accelerate: str) -> Matrix:
     """Write packs of random documents to `folder`, and return a matrix with a cell per precision.
 
     Args:
         folder: The folder of the packs and the runs.
         names: Names of the precisions.
-        reasons: Map each quantized precision to the reason why the hardware does not support it,
-            or to None. With a reason, the precision is emulated.
         accelerate: Name of the Accelerate configuration.
     """
     recipe = load_recipe(RECIPE)
@@ -99,16 +94,12 @@ def matrix_in(
     write_packs(
         folder / "packs", length, {"train": packs}, settings={}, statistics={}, tokenizer=None
     )
-    backends = {name: "emulation" if reasons.get(name) else "TE" for name in names}
     settings = MatrixSettings(
         name="doctor",
         recipe=RECIPE,
         accelerate=find_configuration(accelerate),
         overrides={"data.packs": str(folder / "packs")},
-        cells={
-            name: {"precision": name, "fp8_config.backend": backend}
-            for name, backend in backends.items()
-        },
+        cells={name: {"precision": name} for name in names},
         run_dir=f"{folder}/{{cell}}",
     )
     return make_matrix("doctor", settings)

@@ -59,7 +59,7 @@ class Hardware:
 
     # The lowest supported capability. None if no GPU is supported.
     capability: tuple[int, int] | None
-    # The names of supported GPUs, or the reason why no GPU is supported.
+    # The names of supported GPUs, or the missing requirement if no GPU is supported.
     examples: str
     # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
@@ -72,7 +72,7 @@ class Hardware:
         Transformer Engine itself checks further requirements, such as the CUDA version.
         """
         if self.capability is None:
-            return f"emulation, because {self.examples}"
+            return self.examples
         if (
             capability is None
             or capability < self.capability

@@ -45,7 +45,7 @@ SUPPORTED = {
     # SM 10.3". The FSDP2 tests skip NVFP4 on 12.x. Issue 3062 (default recipe) and pull request
     # 3281 (zeros instead of gradients) describe the faults on 12.x.
     "nvfp4": ({B200, B300}, "10.0 or higher and below 11.0 (B200"),
-    "mxfp4": (set(), "emulation, because no release"),
+    "mxfp4": (set(), "a kernel, but no release"),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(name: str) -
     [
         *((name, CPU, "needs a GPU .*this run is on cpu.*`fp8_config.on_uns") for name in ON_TE),
         ("nvfp4", gpu(H200), r"10\.0.*emulate` .*fallback`, or `precision: delayed`, to train in"),
-        ("mxfp4", gpu(B200), "needs emulation"),
+        ("mxfp4", gpu(B200), "needs a kernel, but no release"),
     ],
 )
 def test_a_refusal_names_the_need_and_remedies(
