@@ -17,7 +17,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 help:
 	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
-	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (1.5 minutes)"
+	@echo "make which    after make demo: compare the losses of FP32 and emulated FP8 for a smaller model (1.5 minutes); a recommendation needs a GPU"
 	@echo "make test     install the test requirements and run the tests (about 6 minutes on 2 cores)"
 	@echo "make nightly  run the slow tests, and inject every fault in every precision (half an hour on 2 cores)"
 	@echo "make install  create .venv only"

@@ -217,7 +217,7 @@ Files
 Next
   generate text    {sample}
   train longer     {longer}
-  find a precision make which
+  compare losses   make which
   your own text    docs/quick_start.md
   start over       make clean demo"""
 

@@ -110,10 +110,12 @@ class Sample:
         """
         return half_width(len(self.by_seed), self.variance, error)
 
-    def interval(self, error: float) -> tuple[float, float] | None:
-        """Return the lower and upper end of the mean's interval, or None if it is unbounded."""
+    def interval(self, error: float) -> tuple[float, float]:
+        """Return the lower and upper end of the mean's interval. They are infinite if unbounded."""
         half = self.half_width(error)
-        return None if half is None else (self.mean - half, self.mean + half)
+        if half is None:
+            half = math.inf
+        return self.mean - half, self.mean + half
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,12 @@ POWERS = np.arange(0.05, 1.5, 0.05)
 # Advice about the recommended candidate, and about a candidate that may not be faster.
 USE = "use this"
 NO_GAIN = "not shown to be faster at equal loss"
-# Advice about a candidate with an open verdict.
+# Advice about a candidate with an open verdict, before and after the last round.
 NEEDS_SEEDS = f"more seeds are needed (at most {MOST_SEEDS} are trained)"
+ALL_TRAINED = (
+    f"all {MOST_SEEDS} seeds are trained, and the interval still extends beyond the margin; set "
+    "longer runs (--steps N) or a larger --margin, with another --run_dir"
+)
 
 
 @dataclass
@@ -114,21 +118,20 @@ def verdicts_after(rounds: Rounds) -> list[Verdict]:
     verdicts = [verdict_of(protocol, rounds.runs, name) for name in protocol.candidates]
     eligible = [verdict for verdict in verdicts if verdict.is_eligible]
     best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
+    open_advice = NEEDS_SEEDS if len(rounds.runs) < MOST_SEEDS else ALL_TRAINED
     for verdict in verdicts:
-        verdict.advice = advice_on(verdict, best, protocol.base)
+        verdict.advice = open_advice if verdict.is_open else advice_on(verdict, best, protocol.base)
     return verdicts
 
 
 def advice_on(verdict: Verdict, best: Verdict | None, base: str) -> str:
-    """Return the advice about a candidate.
+    """Return the advice about a candidate whose verdict is final.
 
     Args:
         verdict: The verdict of the candidate.
         best: The verdict of the recommended candidate, or None if no candidate is recommended.
         base: Name of the baseline.
     """
-    if verdict.is_open:
-        return NEEDS_SEEDS
     if verdict.held_out and verdict.gain is None:
         if verdict.speedup:
             return (
@@ -156,10 +159,8 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     held_out = _difference(pairs, "served_loss" if protocol.served else "held_out_loss")
     word = held_out.verdict(protocol.margin, protocol.error)
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
-    slopes_of_base = [loss_slope(base) for base, _ in pairs]
-    slope = Sample(dict(zip(held_out.by_seed, slopes_of_base, strict=True)))
-    slopes = slope.interval(protocol.error)
-    clearly_falls = slopes is not None and slopes[1] < 0
+    slope = Sample({base.config["seed"]: loss_slope(base) for base, _ in pairs})
+    clearly_falls = slope.interval(protocol.error)[1] < 0
     if clearly_falls:
         verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
     speedup = _speedup(pairs)
@@ -173,13 +174,11 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     return verdict
 
 
-def gain_interval(
-    protocol: Protocol, loss: Sample, slope: Sample, speedup: Sample
-) -> list[float] | None:
+def gain_interval(protocol: Protocol, loss: Sample, slope: Sample, speedup: Sample) -> list[float]:
     """Return the lower and upper end of the interval of the gain at equal loss.
 
     The lower end combines the lowest speedup with the largest factor of tokens within the intervals
-    of the loss and the slope. Return None if one of the three intervals is unbounded.
+    of the loss and the slope.
 
     Args:
         protocol: The protocol.
@@ -187,14 +186,12 @@ def gain_interval(
         slope: Slope of the baseline's loss (`loss_slope`). Its interval must be negative.
         speedup: Speed of the candidate divided by the baseline's speed.
     """
-    losses = loss.interval(protocol.error)
+    lowest_loss, highest_loss = loss.interval(protocol.error)
     slopes = slope.interval(protocol.error)
-    speedups = speedup.interval(protocol.error)
-    if losses is None or slopes is None or speedups is None:
-        return None
-    most_tokens = max(tokens_for(protocol, losses[1], slope) for slope in slopes)
-    fewest_tokens = min(tokens_for(protocol, losses[0], slope) for slope in slopes)
-    return [max(0.0, speedups[0]) / most_tokens, speedups[1] / fewest_tokens]
+    slowest, fastest = speedup.interval(protocol.error)
+    most_tokens = max(tokens_for(protocol, highest_loss, slope) for slope in slopes)
+    fewest_tokens = min(tokens_for(protocol, lowest_loss, slope) for slope in slopes)
+    return [max(0.0, slowest) / most_tokens, fastest / fewest_tokens]
 
 
 def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:

@@ -32,8 +32,8 @@ from lab.compare.fairness import in_words
 from lab.experiments.matrix_file import Matrix, MatrixSettings, Values, make_matrix
 from lab.experiments.matrix_run import say, wait_for_earlier_start
 from lab.experiments.protocol import MOST_SEEDS, Protocol, Rounds
-from lab.experiments.verdicts import verdicts_after
-from lab.experiments.which_answer import VERDICT_FILE, conditions, write_answer
+from lab.experiments.verdicts import NEEDS_SEEDS, verdicts_after
+from lab.experiments.which_answer import VERDICT_FILE, conditions, progress, write_answer
 from lab.experiments.which_length import allowed_steps, fit_steps, with_steps
 from lab.experiments.which_trainings import (
     DEFAULT_SETTINGS,
@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
         announce(rounds, options.hours)
         run_rounds(trainings, rounds, deadline)
     say(f"\n{conditions(trainings, rounds.protocol)}\n\nWritten: {folder / VERDICT_FILE}")
-    return 1 if any(verdict.is_open for verdict in verdicts_after(rounds)) else 0
+    return int(any(verdict.is_open for verdict in verdicts_after(rounds)))
 
 
 def checked_recipe(options: argparse.Namespace) -> Recipe:
@@ -203,7 +203,7 @@ def may_differ(key: str, *, served: str | None) -> bool:
 
 
 def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> Protocol | None:
-    """Read the protocol from the folder of the runs. Return None if there is none yet.
+    """Read and announce the protocol in the folder of the runs. Return None if there is none yet.
 
     Raises InputError if the options differ from the protocol. Otherwise a user could change the
     margin after seeing the results, and the verdicts would be worthless.
@@ -223,10 +223,16 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
     differences = {key: (now[key], before[key]) for key in fixed if now[key] != before[key]}
     if differences:
         raise InputError(
-            f"{file}: this command was started with other settings before (current value and "
-            f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
-            "another --run_dir"
+            f"{file}: the earlier `which` in this folder has set or chosen other values (current "
+            f"value and earlier value): {in_words(differences)}; either keep the earlier values, "
+            "or use another --run_dir"
         )
+    trained = ", ".join(stored.seconds)
+    continued = (
+        f"Continuing {trainings.folder}: runs of {stored.steps:,} steps in {trained}. For longer "
+        "runs, use another --run_dir."
+    )
+    say(continued)
     return stored
 
 
@@ -386,28 +392,32 @@ def announce(rounds: Rounds, hours: float) -> None:
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss."
     )
-    planned = duration(rounds.planned_seconds())
-    say(f"{protocol.seeds} rounds take about {planned}, and the limit is {hours:g} hours.")
+    say(
+        f"{protocol.seeds} rounds take about {duration(rounds.planned_seconds())}, and the limit "
+        f"is {hours:g} hours."
+    )
     say(f"Each run has {protocol.steps:,} steps. Candidates branch at step {protocol.trunk:,}.")
 
 
 def run_rounds(trainings: WhichTrainings, rounds: Rounds, deadline: float) -> None:
     """Train rounds until no candidate needs another one, or until the time is over.
 
-    Rounds that have ended in earlier starts of the command are read. The answer is written and
-    printed before and after each round that is trained.
+    Rounds that have ended in earlier starts of the command are read. The answer is written before
+    each round that is trained. It is written and printed at the end.
     """
     while candidates := open_candidates(rounds):
         matrix = matrix_of(trainings, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
             if rounds.runs:
-                say(f"\n{write_answer(trainings, rounds)}")
+                write_answer(trainings, rounds)
             number = affordable_rounds(rounds, candidates, deadline - time.monotonic())
             if number == 0:
-                return
+                break
             matrix = matrix_of(trainings, rounds, candidates, number)
             train(matrix, may_fail=False)
         add_runs(rounds, matrix)
+        for name in candidates:
+            say(progress(rounds, name))
     say(f"\n{write_answer(trainings, rounds)}")
 
 
@@ -416,9 +426,8 @@ def open_candidates(rounds: Rounds) -> list[str]:
 
     The list is empty after MOST_SEEDS rounds.
     """
-    if len(rounds.runs) >= MOST_SEEDS:
-        return []
-    return [verdict.name for verdict in verdicts_after(rounds) if verdict.is_open]
+    verdicts = verdicts_after(rounds)
+    return [verdict.name for verdict in verdicts if verdict.advice == NEEDS_SEEDS]
 
 
 def matrix_of(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from foundation.files import write_json
-from foundation.units import UNKNOWN, count, memory, or_dash, signed, tables
+from foundation.units import UNKNOWN, count, memory, or_dash, signed, tables, wrap
 from lab.compare.differences import EQUIVALENT, WITHIN_MARGIN, LossDifference
 from lab.experiments.matrix_file import as_overrides
 from lab.experiments.protocol import Protocol, Rounds
@@ -35,14 +35,23 @@ def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
     return f"{table(rounds, verdicts)}\n\n{text}"
 
 
+def progress(rounds: Rounds, name: str) -> str:
+    """Return the loss difference and the verdict of the candidate `name` until now, as a line."""
+    _, seeds, held_out, *_, word = _row(
+        rounds.protocol, verdict_of(rounds.protocol, rounds.runs, name)
+    )
+    return f"round {seeds}, {name}: held-out loss {held_out}, {word}"
+
+
 def conditions(trainings: WhichTrainings, protocol: Protocol) -> str:
     """Return the conditions for the answer to be valid, as text."""
     tokens = count(protocol.steps * trainings.recipe.batch.tokens)
     lines = [
         f"This result is valid for this model after {tokens} tokens. Longer runs and larger models "
         "may need a more exact precision. The confidence of the table's intervals is "
-        f"{100 * (1 - protocol.error):.3g} % after every round (docs/studies/statistics.md has "
-        "the limits of these intervals)."
+        f"{100 * (1 - protocol.error):.3g} % after every round. They decide `worse` and `better`, "
+        "and the narrower intervals of the verdicts decide `equivalent` and `within the margin` "
+        "(docs/studies/statistics.md has the limits of these intervals)."
     ]
     schedule = trainings.recipe.schedule
     if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):
@@ -56,7 +65,7 @@ def conditions(trainings: WhichTrainings, protocol: Protocol) -> str:
             "difference is the same for all seeds, so no interval shows the effect of another "
             "checkpoint."
         )
-    return "\n".join(lines)
+    return "\n".join(map(wrap, lines))
 
 
 def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
@@ -67,12 +76,17 @@ def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Ver
     lines = []
     for verdict in verdicts:
         interval = interval_within(protocol, verdict)
-        lines.append(f"{verdict.name}: {verdict.word}{interval}, {verdict.advice}.")
+        lines.append(wrap(f"{verdict.name}: {verdict.word}{interval}, {verdict.advice}."))
     for verdict in verdicts:
         if verdict.advice == USE:
             lines += recommendation(trainings, protocol, verdict)
     if all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
+    elif not any(verdict.speedup for verdict in verdicts):
+        lines.append(
+            "No recommendation: the speeds of emulated precisions are unknown. Repeat this on a "
+            "GPU that supports them."
+        )
     return "\n".join(lines)
 
 
@@ -100,8 +114,7 @@ def interval_within(protocol: Protocol, verdict: Verdict) -> str:
     if held_out is None or not verdict.word.endswith((EQUIVALENT, WITHIN_MARGIN)):
         return ""
     error = 2 * protocol.error
-    interval = held_out.interval(error) or ()
-    ends = [signed(100 * end / held_out.baseline, 3) for end in interval]
+    ends = [signed(100 * end / held_out.baseline, 3) for end in held_out.interval(error)]
     return (
         f" ({100 * (1 - error):.3g} % interval: {' to '.join(ends)} %, "
         f"within ± {100 * protocol.margin:g} %)"

@@ -83,7 +83,8 @@ def test_a_question_is_answered_and_resumed(
     ((seed, cost),) = verdict["served"]["by_seed"].items()
     assert seed == "42" and cost != 0
     assert verdict["speedup"] is None and verdict["memory_gib"] is None
-    assert "current: cannot tell" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "current: cannot tell" in output and "No recommendation: the speeds of emul" in output
     assert ask(file) == 1
     assert "started" not in capsys.readouterr().out
     rounds = tmp_path / "which" / "rounds"
@@ -268,15 +269,20 @@ def test_the_gain_is_unknown_if_the_loss_does_not_fall(question: TrainedRounds) 
     assert "Stay" not in answer(trainings, PROTOCOL, verdicts)
     slow = Verdict("current", word=EQUIVALENT, advice=NO_GAIN)
     assert answer(trainings, PROTOCOL, [slow]).endswith("Stay with bf16.")
+    rounds = replace(question.rounds, runs=question.rounds.runs * 5)
+    *_, last = verdicts_after(rounds)
+    assert which.open_candidates(rounds) == [] and last.is_open
+    lines = " ".join(answer(trainings, PROTOCOL, [last]).split())
+    assert "all 20 seeds are trained" in lines and "another --run_dir" in lines
 
 
 def test_a_question_with_other_settings_is_refused(
     question: TrainedRounds, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     question.write_rounds(slope=-0.2, rounds=1)
-    for options in (["--margin", "1"], ["--seeds", "4"], ["--served", "nvfp4"]):
-        with pytest.raises(InputError, match=options[0].strip("-")):
-            question.ask(*NO_TIME, *options)
+    for key, value in {"margin": "1", "seeds": "4", "served": "nvfp4", "steps": "300"}.items():
+        with pytest.raises(InputError, match=f"has set or chosen other values .*`{key}`: "):
+            question.ask(*NO_TIME, f"--{key}", value)
     changed = {"train": {"steps": 400}, "optimizer": {"learning_rate": 0.5}}
     write_recipe(small_recipe | changed, tmp_path)
     with pytest.raises(InputError, match="learning_rate"):
