@@ -160,8 +160,9 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     word = held_out.verdict(protocol.margin, protocol.error)
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
     slope = Sample({base.config["seed"]: loss_slope(base) for base, _ in pairs})
-    clearly_falls = slope.interval(protocol.error)[1] < 0
-    if clearly_falls:
+    slope_interval = slope.interval(protocol.error)
+    base_clearly_falls = slope_interval is not None and slope_interval[1] < 0
+    if base_clearly_falls:
         verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
     speedup = _speedup(pairs)
     if speedup is not None:
@@ -169,7 +170,7 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
         verdict.tokens_per_second = statistics.median(speeds)
         verdict.speedup = speedup.mean
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        if clearly_falls and word != CANNOT_TELL:
+        if base_clearly_falls and word != CANNOT_TELL:
             verdict.gain_interval = gain_interval(protocol, held_out, slope, speedup)
     return verdict
 
@@ -186,12 +187,16 @@ def gain_interval(protocol: Protocol, loss: Sample, slope: Sample, speedup: Samp
         slope: Slope of the baseline's loss (`loss_slope`). Its interval must be negative.
         speedup: Speed of the candidate divided by the baseline's speed.
     """
-    lowest_loss, highest_loss = loss.interval(protocol.error)
-    slopes = slope.interval(protocol.error)
-    slowest, fastest = speedup.interval(protocol.error)
-    most_tokens = max(tokens_for(protocol, highest_loss, slope) for slope in slopes)
-    fewest_tokens = min(tokens_for(protocol, lowest_loss, slope) for slope in slopes)
-    return [max(0.0, slowest) / most_tokens, fastest / fewest_tokens]
+    loss_interval = loss.interval(protocol.error)
+    slope_interval = slope.interval(protocol.error)
+    speedup_interval = speedup.interval(protocol.error)
+    if loss_interval is None or slope_interval is None or speedup_interval is None:
+        return None
+    lowest_loss, highest_loss = loss_interval
+    lowest_speedup, highest_speedup = speedup_interval
+    most_tokens = max(tokens_for(protocol, highest_loss, end) for end in slope_interval)
+    fewest_tokens = min(tokens_for(protocol, lowest_loss, end) for end in slope_interval)
+    return [max(0.0, lowest_speedup) / most_tokens, highest_speedup / fewest_tokens]
 
 
 def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:
