@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from foundation.errors import InputError
 from foundation.settings import local_path
-from foundation.storage import is_address
+from foundation.storage import refuse_secret
 
 # Map the name of an option in another program to the name of the option here. In both names, `_`
 # replaces `-`.
@@ -57,10 +57,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
-        # Refuse a secret before a message prints it.
+        # Refuse a secret before a message prints it. It may be in the value of an override.
         for text in arguments:
-            is_address(text)
-            is_address(text.partition("=")[2])
+            refuse_secret(text)
+            refuse_secret(text.partition("=")[2])
         self._check_options(arguments)
         return self.parse_intermixed_args(arguments)
 

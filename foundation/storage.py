@@ -28,23 +28,29 @@ TRANSFERS = 4
 _VERSION = ("ETag", "etag", "blob_id", "created", "size")
 # Parts of an address that may be a secret: a user before `@` (a revision in hf://), and a query.
 _SECRET = re.compile(r"(?!hf:)[^/]*//.*@|[^/]*//[^/]*@|.*#|.*\?.*=")
+# The beginning of an address. file:///name is a path: `foundation.settings.at_home` removes
+# `file://`.
+_SCHEME = re.compile(r"(?!file:)\w[\w+.-]*://")
 
 
 def is_address(text: str) -> bool:
     """Return True if `text` is an address such as s3://bucket/name, and not a path.
 
-    file:///name is a path: `foundation.settings.at_home` removes `file://`.
-
     Raises InputError, without the address, if the address may contain a secret.
     """
-    scheme = re.match(r"(?!file:)\w[\w+.-]*://", text)
+    refuse_secret(text)
+    return _SCHEME.match(text) is not None
+
+
+def refuse_secret(text: str) -> None:
+    """Raise InputError, without the address, if `text` is an address that may contain a secret."""
+    scheme = _SCHEME.match(text)
     if scheme and _SECRET.match(text):
         raise InputError(
             f"an address {scheme[0]}... has `@`, `#` or a query, which may contain a secret, so it "
             "is neither used nor printed; remove this part of the address, and pass credentials in "
             "the environment (docs/several_gpus.md)"
         )
-    return scheme is not None
 
 
 def path_for(address: str, parent: Path | None = None) -> Path:
