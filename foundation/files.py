@@ -140,7 +140,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(lock.parent, ignore_errors=True)
     # The name is random, so that it is neither the name of a user's folder nor of another process.
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
-    with locked(folder / _LOCK, str):
+    with locked(folder / _LOCK):
         try:
             yield folder
         finally:
@@ -257,7 +257,7 @@ def check_files(
 
 
 @contextmanager
-def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
+def locked(path: Path, when_held: Callable[[str], object] | None = None) -> Iterator[bool]:
     """Context manager that locks the file `path` during the caller's `with` statement.
 
     Yields True if the file is locked, or False if the file system has no locks. The kernel releases
@@ -268,7 +268,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
         path: The lock file. It contains the name of the process that holds the lock.
         when_held: Function that is called if another process holds the lock. Its argument is the
             name of that process, such as "process 4711 on node3". The function may raise an
-            exception to give up. If it returns, `locked` waits for the lock.
+            exception to give up. If it returns, or if it is None, `locked` waits for the lock.
 
     Raises:
         InputError: The lock file cannot be created or locked, or it is another program's file.
@@ -293,7 +293,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
         yield has_locks
 
 
-def _lock(file: TextIO, path: Path, when_held: Callable[[str], object]) -> bool:
+def _lock(file: TextIO, path: Path, when_held: Callable[[str], object] | None) -> bool:
     """Lock the open file `path`. Return False if the file system has no locks."""
     file.seek(0)
     # A crash of the machine may leave zeros in a new file.
@@ -306,7 +306,8 @@ def _lock(file: TextIO, path: Path, when_held: Callable[[str], object]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        when_held(holder or "another process")
+        if when_held is not None:
+            when_held(holder or "another process")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NOT_IMPLEMENTED:
