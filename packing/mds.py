@@ -225,17 +225,19 @@ class MDSPacks(Packs):
             starts = starts_of_documents(ids == self._end_token, begins=self._eos_begins)
             columns["document_ids"] = np.cumsum(starts)
         with as_input_error((ValueError,), where):
-            numbers = number_documents(len(ids), columns)
+            document_numbers = number_documents(len(ids), columns)
             trained = trained_tokens(ids, columns)
-        is_real = numbers >= 0
-        if not is_real[: max(1, is_real.sum())].all():
+        is_real = document_numbers >= 0
+        # Padding is only at the end if the first `real_tokens` tokens are no padding.
+        real_tokens = is_real.sum()
+        if real_tokens == 0 or not is_real[:real_tokens].all():
             raise InputError(
                 f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
                 "start with a document, and have padding only at its end"
             )
         if trained is not None:
             trained &= is_real
-        lengths = np.bincount(numbers[is_real]).astype(np.int32)
+        lengths = np.bincount(document_numbers[is_real]).astype(np.int32)
         return Pack(ids.astype(np.uint32, copy=False), lengths, trained)
 
     def verify(self) -> None:

@@ -29,17 +29,17 @@ from packing.token_columns import rule_of_eos, starts_of_documents
 
 # Largest id of a token. Files of int32 are read as uint32, so negative ids become larger numbers.
 _LARGEST = 2**31 - 1
-# Length of the headers of llm.c and llmq in bytes.
-_HEADER = 1024
+# Length of the headers of llm.c and llmq.
+_HEADER_BYTES = 1024
 # Dtypes by the first number of llm.c's header.
-_MAGIC = {struct.pack("<i", 20240520): "<u2", struct.pack("<i", 20240801): "<u4"}
-_LLMQ = b"BIN.TOK\n"
+_LLM_C_DTYPES = {struct.pack("<i", 20240520): "<u2", struct.pack("<i", 20240801): "<u4"}
+_LLMQ_MAGIC = b"BIN.TOK\n"
 # Dtypes by their number in Megatron-LM's index.
 _INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenBin(Packs):
-    """Packs of one token file: windows of `length` consecutive tokens. The last window is padded.
+    """Packs of one token file, each of `length` consecutive tokens. The last pack is padded.
 
     Documents end where the file's index says. Without an index, each token with the id `end_token`
     ends a document, or begins one if the file begins with it (see `starts_of_documents`). If
@@ -74,7 +74,7 @@ class TokenBin(Packs):
         if index.exists():
             files.append(index)
             recorded, self._ends = _read_index(index, self.path)
-            with _damage(self.path):
+            with _damage_as_input_error(self.path):
                 self._tokens = _map(self.path, recorded)
         else:
             self._tokens, self._mask, is_of_llm_c = _read_ids(self.path, dtype)
@@ -116,11 +116,14 @@ class TokenBin(Packs):
         return Pack(ids, np.diff(bounds).astype(np.int32), trained)
 
     def _bounds_in(self, start: int, stop: int) -> np.ndarray:
-        """Return the offsets at which documents end or begin in the window, relative to `start`."""
+        """Return the offsets at which documents end or begin in a pack, relative to `start`.
+
+        The pack has the tokens from `start` to before `stop`.
+        """
         if self._ends is not None:
             first, last = np.searchsorted(self._ends, [start, stop], "right")
             return self._ends[first:last] - start
-        # Include the neighbours of the window. No token is equal to None.
+        # Include the token before the pack and the token after it. No token is equal to None.
         before = max(start - 1, 0)
         is_eos = self._tokens[before : stop + 1] == self.end_token
         starts = starts_of_documents(is_eos, begins=self._eos_begins)
@@ -164,7 +167,7 @@ def _read_index(path: Path, token_file: Path) -> tuple[str, np.ndarray]:
         return dtype, offsets[documents]
 
 
-def _damage(path: Path) -> AbstractContextManager[None]:
+def _damage_as_input_error(path: Path) -> AbstractContextManager[None]:
     """Context manager that raises InputError for a token file that is damaged or cut."""
     return as_input_error(
         (ValueError, struct.error),
@@ -179,16 +182,16 @@ def _read_ids(path: Path, dtype: str | None) -> tuple[np.ndarray, np.ndarray | N
     `dtype` is the dtype of a file without a header. Raise InputError if the file is damaged or
     truncated, or if its dtype is not known.
     """
-    start = np.fromfile(path, np.uint8, 28).tobytes()
-    is_of_llm_c = start[:4] in _MAGIC
+    header = np.fromfile(path, np.uint8, 28).tobytes()
+    llm_c_dtype = _LLM_C_DTYPES.get(header[:4])
     mask = None
-    with _damage(path):
-        if start.startswith(np.lib.format.MAGIC_PREFIX):
+    with _damage_as_input_error(path):
+        if header.startswith(np.lib.format.MAGIC_PREFIX):
             tokens = np.load(path, "r")
-        elif is_of_llm_c:
-            tokens = _map(path, _MAGIC[start[:4]], _HEADER)
-        elif start.startswith(_LLMQ):
-            tokens, mask = _read_llmq(path, start)
+        elif llm_c_dtype:
+            tokens = _map(path, llm_c_dtype, _HEADER_BYTES)
+        elif header.startswith(_LLMQ_MAGIC):
+            tokens, mask = _read_llmq(path, header)
         elif dtype:
             tokens = _map(path, dtype)
         else:
@@ -196,22 +199,22 @@ def _read_ids(path: Path, dtype: str | None) -> tuple[np.ndarray, np.ndarray | N
                 f"{path}: the file does not record the dtype of its token ids; set "
                 "`data.token_dtype` in the recipe, which is uint16 for nanoGPT's GPT-2 files"
             )
-        is_list = tokens.ndim == 1 and tokens.size > 0 and tokens.dtype.kind in "iu"
+        is_integer_vector = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         # The third number of llm.c's header is the number of tokens.
-        is_cut = is_of_llm_c and tokens.size != int.from_bytes(start[8:12], "little")
-        if not is_list or is_cut:
+        is_truncated = llm_c_dtype and tokens.size != int.from_bytes(header[8:12], "little")
+        if not is_integer_vector or tokens.size == 0 or is_truncated:
             raise ValueError(f"it has {tokens.dtype} in the shape {tokens.shape}")
-    return tokens, mask, is_of_llm_c
+    return tokens, mask, llm_c_dtype is not None
 
 
-def _read_llmq(path: Path, start: bytes) -> tuple[np.ndarray, np.ndarray | None]:
+def _read_llmq(path: Path, header: bytes) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the memory-mapped ids of a file of llmq, and its mask or None.
 
-    `start` has the first bytes of the file. Raise ValueError if the file is damaged or truncated.
+    `header` has the first bytes of the file. Raise ValueError if the file is damaged or truncated.
     """
-    version, width, count, _, has_mask = struct.unpack_from("<5i", start, len(_LLMQ))
-    tokens = _map(path, "<i4", _HEADER, count)
-    bits = _map(path, "<u1", _HEADER + tokens.nbytes)
+    version, width, count, _, has_mask = struct.unpack_from("<5i", header, len(_LLMQ_MAGIC))
+    tokens = _map(path, "<i4", _HEADER_BYTES, count)
+    bits = _map(path, "<u1", _HEADER_BYTES + tokens.nbytes)
     mask_bytes = -(-count // 8) if has_mask else 0
     if (version, width, len(tokens), len(bits)) != (2, 4, count, mask_bytes):
         raise ValueError("it is not of version 2 of llmq's format, or it is cut")
