@@ -66,20 +66,20 @@ def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[np.recarray]:
             best = np.flatnonzero(near_end.boundary == near_end.boundary.max())
             begin = int(near_end.offsets[best[-1], 0])
         following = _encode_window(tokenizer, text, begin)
-        # Tokens at the borders of a window may differ from those of the whole text.
+        # Compare the tokens in the middle of the overlap. Tokens at the borders of a window may
+        # differ from those of the whole text.
         margin = overlap // 4
-        left = _starting_in(tokens, begin + margin, end - margin)
-        right = _starting_in(following, begin + margin, end - margin)
-        # Both windows must have the tokens on both sides of a join. So the first token of the
-        # middle has no join before it.
-        joins = np.flatnonzero(tokens.boundary[left][1:]) + 1
-        if not len(joins) or not np.array_equal(tokens[left], following[right]):
+        shared = _starting_in(tokens, begin + margin, end - margin)
+        shared_in_following = _starting_in(following, begin + margin, end - margin)
+        # A join must be between two shared tokens, so it cannot be before the first one.
+        joins = np.flatnonzero(tokens.boundary[shared][1:]) + 1
+        if not len(joins) or not np.array_equal(tokens[shared], following[shared_in_following]):
             raise ValueError(
                 f"a text of {len(text):,} characters that begins with {text[:40]!r} cannot be "
                 f"encoded in parts, because the tokenizer does not divide it near character {end:,}"
             )
-        yield tokens[: left.start + joins[0]]
-        tokens = following[right.start + joins[0] :]
+        yield tokens[: shared.start + joins[0]]
+        tokens = following[shared_in_following.start + joins[0] :]
         end = begin + WINDOW
     yield tokens
 
@@ -100,5 +100,5 @@ def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
     strength = 2 * starts_word + isinstance(tokenizer.model, BPE)
     # The text is not cut between tokens that share a character, such as its bytes.
     previous_ends = np.roll(offsets[:, 1], 1)
-    boundary = strength * (previous_ends <= offsets[:, 0])
+    boundary = np.where(previous_ends <= offsets[:, 0], strength, 0)
     return np.rec.fromarrays([encoding.ids, offsets, boundary], dtype=_FIELDS)

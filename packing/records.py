@@ -159,7 +159,8 @@ class TextTemplate(Records):
         return cls(columns, (), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
-        values: dict[str | None, Any] = {}
+        # The last piece may have no column.
+        values: dict[str | None, Any] = {None: ""}
         for column in self.columns:
             value = record.get(column)
             # A table may hold a null as NaN, and a number that overflowed as infinity.
@@ -174,9 +175,9 @@ class TextTemplate(Records):
             values[column] = value
         if all(value == "" for value in values.values()):
             return ""
-        text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
-        # JSON can contain half of a surrogate pair (`\ud800`), which no tokenizer accepts. This
-        # line raises an error for it.
+        text = "".join(literal + str(values[column]) for literal, column in self.pieces)
+        # JSON can contain half of a surrogate pair (`\ud800`), which no tokenizer accepts. Raise an
+        # error for it here.
         text.encode()
         return text
 
