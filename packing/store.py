@@ -161,32 +161,38 @@ def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     openers = find_splits(
         folder_of(settings), settings.length, settings.tokenizer, settings.token_dtype
     )
-    must_carve = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
-    if split not in openers and not must_carve:
+    must_split = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
+    if split not in openers and not must_split:
         return None
-    packs = openers["train" if must_carve else split]()
+    packs = openers["train" if must_split else split]()
     if packs.length != settings.length:
         raise InputError(
             f"{packs.path}: each pack has {packs.length} tokens, but `data.length` is "
             f"{settings.length}; either set data.length={packs.length}, or prepare other packs"
         )
-    return carve(packs, settings.held_out, split) if must_carve else packs
+    return split_by_hash(packs, settings.held_out, split) if must_split else packs
 
 
-def carve(packs: Packs, share: float, split: Split) -> Packs:
+def split_by_hash(packs: Packs, share: float, split: Split) -> Packs:
     """Return the packs of a split, for packs that were prepared without a held-out split.
 
     `share` of the packs are held out: the packs whose indices have the smallest hashes. Raises
     InputError if no pack would be left for training.
     """
-    count = max(1, round(share * len(packs)))
-    if count >= len(packs):
+    held_out_packs = max(1, round(share * len(packs)))
+    if held_out_packs >= len(packs):
         raise InputError(
             f"{packs.path}: holding out {share} of {len(packs)} packs leaves none to train on; "
             "set data.held_out to 0"
         )
-    order = np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)
-    return SelectedPacks(packs, np.sort(order[:count] if split == "held_out" else order[count:]))
+    hashes = splitmix64(np.arange(len(packs), dtype=np.uint64))
+    # The first `held_out_packs` of these indices have the smallest hashes.
+    indices = np.argpartition(hashes, held_out_packs - 1)
+    if split == "held_out":
+        indices = indices[:held_out_packs]
+    else:
+        indices = indices[held_out_packs:]
+    return SelectedPacks(packs, np.sort(indices))
 
 
 class SelectedPacks(Packs):

@@ -16,7 +16,7 @@ from packing import arrow
 from packing.arrow import ArrowPacks, Pack, write_packs
 from packing.order import splitmix64
 from packing.settings import DataSettings
-from packing.store import carve, open_packs
+from packing.store import open_packs, split_by_hash
 from tests.conftest import flip
 from tests.packing.conftest import PacksInMemory
 
@@ -157,9 +157,9 @@ def test_packs_with_the_smallest_hashes_are_held_out(count, share):
     held_out_count = max(1, round(share * count))
     if held_out_count >= count:
         with pytest.raises(InputError, match=r"set data\.held_out to 0"):
-            carve(packs, share, "train")
+            split_by_hash(packs, share, "train")
         return
-    train, held_out = (carve(packs, share, split) for split in ("train", "held_out"))
+    train, held_out = (split_by_hash(packs, share, split) for split in ("train", "held_out"))
     hashes = splitmix64(np.arange(count, dtype=np.uint64)).tolist()
     chosen = sorted(sorted(range(count), key=hashes.__getitem__)[:held_out_count])
     assert [int(pack.input_ids[0]) for pack in held_out] == chosen
