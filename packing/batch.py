@@ -207,10 +207,10 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             self._thread.submit(self._build, number) for number in islice(self._numbers, missing)
         )
 
-    def ready(self, seconds: float | None = None) -> bool:
-        """Return True if `next` would return or raise without waiting.
+    def wait_until_ready(self, seconds: float | None = None) -> bool:
+        """Wait for the next result, and return True if `next` would now return or raise at once.
 
-        Wait at most `seconds` until this is true, or without a limit if `seconds` is None.
+        Wait at most `seconds`, or without a limit if `seconds` is None.
         """
         started = time.perf_counter()
         unfinished = wait(islice(self._pending, 1), seconds).not_done
@@ -228,7 +228,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         """Return the next result, as `next` does, but do not start to build another result."""
         if not self._pending:
             raise StopIteration
-        self.ready()
+        self.wait_until_ready()
         return self._pending.popleft().result()
 
     def __next__(self) -> T:

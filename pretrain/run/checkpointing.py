@@ -133,7 +133,7 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
     # Wait until the next packs are read. Otherwise a rank that cannot read them would stop alone,
     # and without a checkpoint. With a stream, `wait_for_packs` has waited already.
     seconds = 0 if run.job.data.stream else None
-    batches.ready(seconds)
+    batches.wait_until_ready(seconds)
     return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
 
 

@@ -72,7 +72,7 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[
     with run.console.progress("waiting for packs"):
         # `steps.ready` is also true if the packs cannot be made. Then `stop_code()` is above 0.
         while largest_over_ranks(
-            run.accelerator, int(not steps.ready(_WAIT_SECONDS) or stop_code() > 0)
+            run.accelerator, int(not steps.wait_until_ready(_WAIT_SECONDS) or stop_code() > 0)
         ):
             if code := largest_over_ranks(run.accelerator, stop_code()):
                 return code

@@ -199,13 +199,13 @@ def test_data_wait_is_the_sum_of_all_waits_for_a_step():
         return 1 // number
 
     with Prefetch(build, [1, 0], pin_memory=False) as steps:
-        assert not steps.ready(0.02) and not steps.ready(0.02)
+        assert not steps.wait_until_ready(0.02) and not steps.wait_until_ready(0.02)
         gate.set()
-        assert steps.ready(60) and next(steps) == 1 and steps.data_wait_ms >= 40
-        assert steps.ready(60), "a failed step is ready at once"
+        assert steps.wait_until_ready(60) and next(steps) == 1 and steps.data_wait_ms >= 40
+        assert steps.wait_until_ready(60), "a failed step is ready at once"
         with pytest.raises(ZeroDivisionError):
             next(steps)
-        assert steps.ready(0), "no step follows"
+        assert steps.wait_until_ready(0), "no step follows"
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 1000])
