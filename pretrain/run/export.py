@@ -162,8 +162,9 @@ def tensor_reader(
 
     def read(name: str) -> Tensor:
         entry = manifests[0].model[name]
-        has_dtype = len(checkpoints) == 1 and DTYPES[entry.dtype] == dtype
-        if name not in parameters or has_dtype:
+        is_buffer = name not in parameters
+        is_in_dtype = DTYPES[entry.dtype] == dtype
+        if is_buffer or (is_in_dtype and len(checkpoints) == 1):
             return load_tensor(checkpoints[0], name, entry)
         masters = (
             master(checkpoint, manifest, name).double()
@@ -193,6 +194,7 @@ def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[
             f"{number}, because all but the last must be of multiples of `checkpoint.every`; "
             "either merge fewer, or train with a larger `checkpoint.keep`"
         )
+    # `read_state` raises InputError for a damaged checkpoint.
     for folder in merged:
         Checkpoints(folder.parent, keep=1).read_state(folder)
     return merged
@@ -352,12 +354,12 @@ def _is_on_hub(name: str) -> bool:
 
 def _rows(run: RunRecord) -> dict[str, str]:
     """Map titles of rows in the card's table to facts that the settings below do not have."""
-    figures = run.summary
+    summary = run.summary
     emulated = ", emulated in software" if run.emulated else ""
     rows = {"precision": f"{run.precision}{emulated}"}
     rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
-    if LOSS_KEY in figures:
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of {run.averaged_steps}"
-    if "held_out_loss" in figures:
-        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token{run.when_evaluated}"
+    if LOSS_KEY in summary:
+        rows["loss"] = f"{summary[LOSS_KEY]:.4f}, mean of {run.averaged_steps}"
+    if "held_out_loss" in summary:
+        rows["held-out loss"] = f"{summary['held_out_loss']:.4f} nats a token{run.when_evaluated}"
     return rows
