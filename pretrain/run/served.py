@@ -74,27 +74,27 @@ def served_weights(
     stacks = {name: stack for name, stack in stacks.items() if name not in mixed}
     layout = LAYOUTS[precision.served_as]
     tensors: dict[str, Tensor] = {}
-    values = 0
+    quantized_values = 0
     for parameter in named_tensors(hf):
         name = parameter.removesuffix(".weight")
-        if name not in stacks or name == parameter:
+        if name not in stacks or not parameter.endswith(".weight"):
             tensors[parameter] = read(parameter)
             continue
         if precision.keeps_history:
-            of_input = decode_scale(of_operand(histories, stacks[name].product, "input", "scale"))
-            tensors[f"{name}.input_scale"] = of_input.reshape(1)
+            encoded_scale = of_operand(histories, stacks[name].product, "input", "scale")
+            tensors[f"{name}.input_scale"] = decode_scale(encoded_scale).reshape(1)
         weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
-        values += weight.codes.numel()
-    kind = layout.config.get("format", "blocks of 128 x 128")
+        quantized_values += weight.codes.numel()
+    format_name = layout.config.get("format", "blocks of 128 x 128")
     method = layout.config["quant_method"]
     facts = {
-        "quantized weights": f"{values:,} in {precision_name}; all others are in BF16",
-        "layout": f"{method} ({kind}), quantized as in the training forward",
+        "quantized weights": f"{quantized_values:,} in {precision_name}; all others are in BF16",
+        "layout": f"{method} ({format_name}), quantized as in the training forward",
         "activations": layout.activations,
     }
-    stacks_of_servers = [(stack, stack_of(name)) for name, stack in stacks.items()]
-    if precision.tensor_scaled and any(stack != larger for stack, larger in stacks_of_servers):
+    differs_from_servers = any(stack != stack_of(name) for name, stack in stacks.items())
+    if precision.tensor_scaled and differs_from_servers:
         facts["tensor scales"] = (
             "one for each linear, as in training; a server that uses one scale for q, k and v, or "
             "one for gate and up, computes different products"
@@ -104,8 +104,8 @@ def served_weights(
             f"{plural(len(mixed), 'linear')} that training quantizes, such as {mixed[0]}; servers "
             "stack q, k and v, or gate and up, and training keeps a part of this stack in BF16"
         )
-    kept = [name for name in linears if name not in stacks]
-    return tensors, layout.config | {layout.kept_key: kept}, facts
+    unquantized = [name for name in linears if name not in stacks]
+    return tensors, layout.config | {layout.kept_key: unquantized}, facts
 
 
 def _quantize_as_trained(
