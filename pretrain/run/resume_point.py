@@ -24,7 +24,6 @@ from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, as_text, read_run
 from pretrain.optimizer.schedule import learning_rate
-from pretrain.precision.settings import ActivePrecision
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import Recipe, ScheduleSettings
@@ -279,22 +278,20 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     progress = record["progress"]
     saved = saved_schedule(record)
     present = present_schedule(job)
-    precisions = job.plan.schedule
-    saved_precisions = replace(precisions, steps=progress["steps"])
     if saved == present:
         return True
-    # The phases of another precision may end after the last step of the saved run.
+    precisions = job.plan.schedule
+    # The saved phases are those of the job, unless `precision` has changed.
     if "precision" in changed_keys(record["identity"], job.identity) and precisions.changes:
         return False
+    saved_precisions = replace(precisions, steps=progress["steps"])
 
-    def then(step: int) -> tuple[float, ActivePrecision]:
-        return learning_rate(step, *saved), saved_precisions.at(step + 1)
-
-    def now(step: int) -> tuple[float, ActivePrecision]:
-        return learning_rate(step, *present), precisions.at(step + 1)
+    def is_unchanged(step: int) -> bool:
+        has_same_rate = learning_rate(step, *saved) == learning_rate(step, *present)
+        return has_same_rate and saved_precisions.at(step + 1) == precisions.at(step + 1)
 
     # Compare the last step first, because it differs if a decay has begun.
-    return all(then(step) == now(step) for step in reversed(range(progress["step"])))
+    return all(map(is_unchanged, reversed(range(progress["step"]))))
 
 
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
