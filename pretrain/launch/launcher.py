@@ -227,7 +227,7 @@ def run(launch: Launch) -> int:
     single: list[argparse.Namespace] = []
     try:
         with (
-            handling(_pass_on),
+            handling(_forward_signal),
             # A missing FP8 library is reported later, with the precision, and not for --plan.
             overridden(launch_environment, is_fp8_available=lambda: True),
             overridden(accelerate_launch, simple_launcher=single.append),
@@ -259,8 +259,8 @@ def run(launch: Launch) -> int:
 def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     """Run a training in this process, and end this process with its exit status.
 
-    command: interpreter, script and arguments. Words before the interpreter are ignored. They would
-        start several processes with mpirun, and the training refuses such a configuration.
+    command: interpreter, script and arguments. Words before the interpreter, such as mpirun and its
+        options, are ignored, because the training refuses a configuration with mpirun.
     environment: environment variables of the training.
     """
     import torch
@@ -273,7 +273,7 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _forward_signal(number: int, frame: FrameType | None) -> None:
     """Send a signal to the training processes, which save a checkpoint and exit.
 
     A training process may also receive Ctrl-C from the terminal. It then treats the two signals as
@@ -282,6 +282,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     children = psutil.Process().children()
     for child in children:
         child.send_signal(number)
+    # Before the training processes are started, the signal ends this process.
     if not children:
         raise SystemExit(128 + number)
 
