@@ -301,8 +301,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             code = streaming.wait_for_packs(run, steps, stop_code)
             if code:
                 return checkpointing.save_and_stop(run, code, steps)
-            figures, decision, code = train_step(run, steps, watch, stop_code)
-        run.log(figures, data_wait_ms=steps.data_wait_ms)
+            metrics, decision, code = train_step(run, steps, watch, stop_code)
+        run.log(metrics, data_wait_ms=steps.data_wait_ms)
         steps.data_wait_ms = 0.0
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
@@ -389,7 +389,7 @@ def train_step(
         can_go_back=run.checkpoints.latest is not None,
         labelled=batches.valid_tokens > 0,
     )
-    figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
+    metrics = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
         with watch.update(learning_rate, state.step - state.skipped_steps, losses):
             update()
@@ -404,7 +404,7 @@ def train_step(
         place=batches.places.stop,
         skipped=not decision.proceed,
     )
-    return run.record_of_step(batches, decision, losses, figures, frozen), decision, code
+    return run.record_of_step(batches, decision, losses, metrics, frozen), decision, code
 
 
 # ── 4: the final evaluation and the export ────────────────────────────────────────────────────────

@@ -112,7 +112,7 @@ def describe(
         added = accelerator.reduce(dot_products(gradient, bf16_gradients[name]), reduction="sum")
         products[layer] = products.get(layer, 0) + added
     products["all"] = torch.stack([*products.values()]).sum(0)
-    rows = [[layer, *figures_of(*row.tolist())] for layer, row in products.items()]
+    rows = [[layer, *comparison_cells(*row.tolist())] for layer, row in products.items()]
     return f"{text}\n{markdown(['layer', 'distance', 'cosine', 'norm ratio'], rows)}"
 
 
@@ -122,7 +122,7 @@ def dot_products(low: Tensor, in_bf16: Tensor) -> Tensor:
     return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((x, y), (x, x), (y, y))])
 
 
-def figures_of(dot: float, low_squared: float, bf16_squared: float) -> list[str]:
+def comparison_cells(dot: float, low_squared: float, bf16_squared: float) -> list[str]:
     """Return the distance of two gradients, their cosine, and the ratio of their norms, as text.
 
     The distance is the norm of their difference, divided by the norm of the BF16 gradient.

@@ -74,8 +74,8 @@ class StepBatches:
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
-    # Metrics after this step (`Order.figures`), such as `epoch`.
-    figures: dict[str, float] = field(default_factory=dict)
+    # Metrics after this step (`Order.metrics`), such as `epoch`.
+    metrics: dict[str, float] = field(default_factory=dict)
     # Places of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
 
@@ -329,7 +329,7 @@ class BatchStream(Batching):
             tokens=len(indices) * self.packs.length,
             valid_tokens=valid_tokens,
             sum_squared_lengths=sum(squares),
-            figures=self.order.figures(places.stop),
+            metrics=self.order.metrics(places.stop),
             places=places,
         )
 

@@ -172,21 +172,21 @@ class Order:
     def stop_waiting(self) -> None:
         """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
 
-    def figures(self, place: int) -> dict[str, float]:
+    def metrics(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
 
         The metric `epoch` is `place` divided by the number of packs in all sources. If there are
         several sources, the dict also has the number of epochs and the share of tokens of each
         source.
         """
-        figures = {"epoch": place / sum(self.mixture.counts)}
+        metrics = {"epoch": place / sum(self.mixture.counts)}
         if self.mixture.names == ("",):
-            return figures
+            return metrics
         for name, epoch in self.mixture.epochs(place).items():
-            figures[f"epoch/{name}"] = epoch
+            metrics[f"epoch/{name}"] = epoch
         for name, share in self.mixture.shares(place).items():
-            figures[f"share/{name}"] = share
-        return figures
+            metrics[f"share/{name}"] = share
+        return metrics
 
 
 class MixedPacks(Packs):

@@ -398,14 +398,14 @@ class StreamOrder(Order):
         places = range(part.start.first, part.after.first)
         return part.start.number, places, number * ENDLESS + places.start
 
-    def figures(self, place: int) -> dict[str, float]:
+    def metrics(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
 
         The epochs of a source are the number of times that it has ended before `place`. The metric
         `epoch` is the smallest of these numbers. The dict also has the number of each source's
         current part.
         """
-        figures = super().figures(place)
+        metrics = super().metrics(place)
         epochs = []
         for number, name in enumerate(self.packs.sources):
             # The part that has the source's last pack before `place`, or the source's first part.
@@ -413,10 +413,10 @@ class StreamOrder(Order):
             part = self.packs.part_of(number, max(count - 1, 0), self._wait)
             epochs.append(float(part.after.epoch))
             end = f"/{name}" if name else ""
-            figures[f"epoch{end}"] = epochs[-1]
-            figures[f"part{end}"] = part.start.number
-        figures["epoch"] = min(epochs)
-        return figures
+            metrics[f"epoch{end}"] = epochs[-1]
+            metrics[f"part{end}"] = part.start.number
+        metrics["epoch"] = min(epochs)
+        return metrics
 
 
 def order_of(packs: Packs, seed: int) -> Order:

@@ -84,7 +84,7 @@ AT_END = (
 )
 
 
-def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
+def columns_for(compared_runs: Sequence[ComparedRun]) -> list[Column]:
     """Return the columns of the table with all figures of the runs.
 
     Columns without a value for any run are omitted.

@@ -19,10 +19,10 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import flatten
-from lab.compare.columns import figures_of
+from lab.compare.columns import columns_for
 from lab.compare.comparison import ComparedRun, machine_of
+from lab.compare.curves import model_name, moving_mean, range_after_the_fall, window_of
 from lab.compare.fairness import loss_differences
-from lab.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from lab.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import RunRecord, as_text, observed_layers
 
@@ -76,8 +76,11 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
     """
     if not path.exists():
         return
-    content = path.read_bytes() if path.is_file() else b"a folder"
-    if content and WRITTEN_BY.encode() not in content:
+    is_replaceable = False
+    if path.is_file():
+        content = path.read_bytes()
+        is_replaceable = not content or WRITTEN_BY.encode() in content
+    if not is_replaceable:
         raise InputError(
             f"{named} {path}: this path exists and was not written by this program; either move it "
             "away, or choose another path"
@@ -115,7 +118,7 @@ def render(
         about=f"{model_name(base)} · {machine_of(base)}",
         notes=notes,
         written_by=WRITTEN_BY,
-        figures=figures_of(compared_runs),
+        figures=columns_for(compared_runs),
         curves=curves.to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
         audits={compared.label: audit_of(compared.run) for compared in compared_runs},
         differing=differing_values(compared_runs),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from foundation.errors import InputError, require_package
 from foundation.files import replace_file
-from foundation.units import wrap
-from lab.compare.columns import figures_of, tables_of
+from foundation.units import WIDTH
+from lab.compare.columns import columns_for, tables_of
 from lab.compare.comparison import ComparedRun, compare, notes_on
 from lab.compare.differences import MARGIN
 from lab.compare.fairness import check_comparable
@@ -70,7 +70,7 @@ class Report:
                 and any(column.value(row) is not None for row in self.seeds.results)
             ]
             parts += [tables_of(columns, self.seeds.results), _bullets(meanings)]
-        parts.append(tables_of(figures_of(self.compared_runs), self.compared_runs))
+        parts.append(tables_of(columns_for(self.compared_runs), self.compared_runs))
         parts.append(_bullets([*self.seeds.notes, *notes_on(self.compared_runs)]))
         return list(filter(None, parts))
 

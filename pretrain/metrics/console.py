@@ -21,7 +21,7 @@ from foundation.progress import Progress
 from foundation.units import count, duration, memory, or_dash, percent
 
 INDENT = "  "
-# Text between the figures of a step's line.
+# Text between the parts of a step's line.
 SEPARATOR = "   "
 
 
@@ -72,7 +72,7 @@ class Console:
         self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
-            self.notice(SEPARATOR.join(self._figures(record)))
+            self.notice(SEPARATOR.join(self._parts(record)))
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
@@ -80,13 +80,13 @@ class Console:
 
         `record` contains the metrics of the evaluation. `seconds` is its duration.
         """
-        figures = [
+        parts = [
             f"eval {self._position(record['step'])}",
             f"held-out loss {record['held_out_loss']:.4f}",
             f"perplexity {record['held_out_perplexity']:.4g}",
             f"in {duration(seconds)}",
         ]
-        self.notice(SEPARATOR.join(figures))
+        self.notice(SEPARATOR.join(parts))
 
     def sample(self, prompt: str, text: str) -> None:
         """Print a prompt and the text that the model generated after it.
@@ -133,7 +133,7 @@ class Console:
         """Print a warning for the user. The run continues."""
         self.notice(f"WARNING  {text}")
 
-    def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
+    def _parts(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield the parts of a step's line from left to right, each padded to a constant width."""
         milliseconds = math.fsum(step["step_ms"] for step in self._since_line)
         yield f"step {self._position(record['step'])}"

@@ -61,7 +61,7 @@ class Recorder:
         self._recompiles = 0 if is_warm_up else compiled_graphs() - graphs
 
     def finish(
-        self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **figures: Any
+        self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **metrics: Any
     ) -> dict[str, Any]:
         """Return the record of the last step that `step()` has timed.
 
@@ -71,9 +71,9 @@ class Recorder:
             data_wait_ms: Time that the step has spent waiting for data, in milliseconds.
             step_tokens: Number of tokens of the step over all ranks.
             sum_squared_lengths: Sum of the squared lengths of the step's documents over all ranks.
-            figures: Further values, which are added to the record unchanged.
+            metrics: Further values, which are added to the record unchanged.
         """
-        record = figures | {
+        record = metrics | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,
             "tokens_per_second": step_tokens / self._seconds,
@@ -95,10 +95,10 @@ class Recorder:
                     "mfu_bf16_peak": record["tflops"] / self.peak_tflops,
                     "mfu_nanogpt": flops_per_second / self.world_size / TERA / self.peak_tflops,
                 }
-        return record | memory_figures(self.device) | {"recompiles": self._recompiles}
+        return record | memory_metrics(self.device) | {"recompiles": self._recompiles}
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory of this process in GiB, and its memory retries.
 
     On a CUDA device, `memory_gib` is the peak of torch's allocations, without the memory of CUDA
@@ -110,13 +110,13 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     """
     if device.type != "cuda":
         return {"memory_gib": psutil.Process().memory_info().rss / GIB}
-    # Read all figures at once, because torch collects all statistics in each call.
-    figures = torch.cuda.memory_stats(device)
+    # Read all statistics at once, because torch collects all statistics in each call.
+    statistics = torch.cuda.memory_stats(device)
     return {
-        "memory_gib": figures["allocated_bytes.all.peak"] / GIB,
-        "memory_allocated_gib": figures["allocated_bytes.all.current"] / GIB,
-        "memory_reserved_gib": figures["reserved_bytes.all.current"] / GIB,
-        "memory_retries": figures["num_alloc_retries"],
+        "memory_gib": statistics["allocated_bytes.all.peak"] / GIB,
+        "memory_allocated_gib": statistics["allocated_bytes.all.current"] / GIB,
+        "memory_reserved_gib": statistics["reserved_bytes.all.current"] / GIB,
+        "memory_retries": statistics["num_alloc_retries"],
     }
 
 

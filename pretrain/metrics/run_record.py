@@ -395,7 +395,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         config=load_yaml(folder.config),
         environment=_read_object(folder.environment),
         metrics=metrics,
-        summary=summary(metrics),
+        summary=summary_of(metrics),
         audit=_read_object(folder.audit),
         written_summary=_read_object(folder.summary),
         side_by_side=matrix_entry.get("side_by_side", False),
@@ -442,7 +442,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 # ── Summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(records: Sequence[Record]) -> dict[str, Any]:
+def summary_of(records: Sequence[Record]) -> dict[str, Any]:
     """Return the content of `summary.json`, computed from the lines of metrics.jsonl.
 
     Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
@@ -457,32 +457,32 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     steady = steps[WARM_UP_STEPS:] or steps
     first_of_end = end_begins(last["step"])
     end = [step for step in steps if step["step"] >= first_of_end]
-    figures = {
+    values = {
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last.get("epoch"),
         "hours": sum(_finite(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
     }
-    figures[LOSS_KEY] = _statistic(statistics.fmean, end, "loss")
-    figures[END_KEY] = len(end)
+    values[LOSS_KEY] = _statistic(statistics.fmean, end, "loss")
+    values[END_KEY] = len(end)
     for evaluation in evaluations_of_training(records):
-        figures["held_out_loss"] = evaluation["held_out_loss"]
-        figures["held_out_perplexity"] = evaluation.get("held_out_perplexity")
+        values["held_out_loss"] = evaluation["held_out_loss"]
+        values["held_out_perplexity"] = evaluation.get("held_out_perplexity")
     for record in records:
         if kind(record) == "served" and record["step"] == last["step"]:
-            figures["served_loss"] = record["served_loss"]
+            values["served_loss"] = record["served_loss"]
     for key in MEDIANS:
-        figures[key] = _statistic(statistics.median, steady, key)
+        values[key] = _statistic(statistics.median, steady, key)
     milliseconds = sum(_finite(steady, "step_ms")) or math.inf
-    figures["data_wait_share"] = sum(_finite(steady, "data_wait_ms")) / milliseconds
-    figures["memory_gib"] = _statistic(max, steps, "memory_gib")
-    figures["recompiles"] = sum(_finite(steps, "recompiles"))
-    figures["skipped_steps"] = sum(bool(step.get("skipped")) for step in steps)
-    figures["rollbacks"] = _statistic(max, records, "rollbacks")
+    values["data_wait_share"] = sum(_finite(steady, "data_wait_ms")) / milliseconds
+    values["memory_gib"] = _statistic(max, steps, "memory_gib")
+    values["recompiles"] = sum(_finite(steps, "recompiles"))
+    values["skipped_steps"] = sum(bool(step.get("skipped")) for step in steps)
+    values["rollbacks"] = _statistic(max, records, "rollbacks")
     halts = [record["reason"] for record in records if kind(record) == "halted"]
-    figures["halted"] = halts[0] if halts else last.get("halted")
-    return {key: value for key, value in figures.items() if value is not None}
+    values["halted"] = halts[0] if halts else last.get("halted")
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _finite(records: Iterable[Record], key: str) -> list[float]:
@@ -511,25 +511,25 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
 
     A value that is not known has no row.
     """
-    figures = run.summary
-    steps = plural(figures["steps"], "step")
-    tokens = count(figures["tokens"])
-    hours = duration(figures["hours"] * 3600)
+    summary = run.summary
+    steps = plural(summary["steps"], "step")
+    tokens = count(summary["tokens"])
+    hours = duration(summary["hours"] * 3600)
     first_step = run.steps[0]["step"]
     # In a branch, the first step is not 1. An earlier run has trained the steps before it.
     branch = f"; this run from step {first_step:,} on," if first_step > 1 else ""
     rows = {"trained": f"{steps}, {tokens} tokens{branch} in {hours}"}
-    if LOSS_KEY in figures:
-        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, {run.averaged_steps})"
-    if "held_out_loss" in figures:
-        perplexity = f"perplexity {figures['held_out_perplexity']:.4g}"
-        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} ({perplexity})"
-    speed = f"{count(figures['tokens_per_second'])} tokens/s"
-    if "mfu_bf16_peak" in figures:
-        speed += f", {percent(figures['mfu_bf16_peak'])} MFU"
-    waited = percent(figures["data_wait_share"])
+    if LOSS_KEY in summary:
+        rows["mean loss"] = f"{summary[LOSS_KEY]:.4f} (training loss, {run.averaged_steps})"
+    if "held_out_loss" in summary:
+        perplexity = f"perplexity {summary['held_out_perplexity']:.4g}"
+        rows["held-out loss"] = f"{summary['held_out_loss']:.4f} ({perplexity})"
+    speed = f"{count(summary['tokens_per_second'])} tokens/s"
+    if "mfu_bf16_peak" in summary:
+        speed += f", {percent(summary['mfu_bf16_peak'])} MFU"
+    waited = percent(summary["data_wait_share"])
     rows["speed"] = f"{speed} (median), {waited} of the time waiting for data"
-    rows["memory"] = memory(figures["memory_gib"])
+    rows["memory"] = memory(summary["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
     return f"{run.name}: done", rows

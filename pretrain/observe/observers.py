@@ -80,7 +80,7 @@ class Observer:
         yield
 
     def metrics(self, step: Step) -> dict[str, Any]:
-        """Return figures for the step's line in metrics.jsonl.
+        """Return metrics for the step's line in metrics.jsonl.
 
         The gradients of the step are complete and not yet cleared when this hook is called.
         """
@@ -119,11 +119,11 @@ class StepWatch:
         return _all_of(observer.first_microbatch(self.step) for observer in self.observers)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the figures of all due observers in one dict."""
-        figures: dict[str, Any] = {}
+        """Return the metrics of all due observers in one dict."""
+        metrics: dict[str, Any] = {}
         for observer in self.observers:
-            figures |= observer.metrics(self.step)
-        return figures
+            metrics |= observer.metrics(self.step)
+        return metrics
 
     def update(
         self, learning_rate: float, updates: int, losses: Mapping[str, float]

@@ -91,7 +91,7 @@ class ExactAdamW(torch.optim.Optimizer):
         # moment and weight decay * weight are both zero.
         self.frozen_counts = torch.zeros(2, dtype=torch.int64)
         # Metrics of the last step by name, as scalars that are equal on all processes.
-        self.figures: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Return the names of the moments of a parameter in its state."""

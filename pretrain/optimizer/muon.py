@@ -331,8 +331,8 @@ class Muon(ExactAdamW):
                 scale = self.hyperparameters_of(parameter, group, 1).scale
                 for updates in orthogonalize_directions(batches):
                     norms.append(scale * vector_norm(updates, dtype=torch.float32))
-            values = sum(map(torch.numel, self.matrix_weights))
-            self.figures = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
+            values = sum(map(torch.numel, self.hidden))
+            self.metrics = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
             update_weights()
 
         return update

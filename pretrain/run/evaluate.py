@@ -48,7 +48,7 @@ def evaluate(run: Run) -> None:
         if job.data.held_out is not None:
             started = time.perf_counter()
             record = {"step": run.state.step, "event": "evaluation"}
-            record |= held_out_figures(job, run.assembly.model, run.accelerator)
+            record |= held_out_metrics(job, run.assembly.model, run.accelerator)
             record |= measure_of(run)
             run.console.evaluation(record, time.perf_counter() - started)
             if job.recipe.checkpoint.best:
@@ -107,10 +107,10 @@ def measure_of(run: Run) -> dict[str, Any]:
     }
 
 
-def held_out_figures(
+def held_out_metrics(
     job: Job, model: PackedLanguageModel, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Evaluate the model on held-out packs, and return the metrics of `figures_of`.
+    """Evaluate the model on held-out packs, and return its metrics (see `metrics_from_sums`).
 
     All ranks must call this function. If the dataset has several sources, the same share of
     held-out packs is read from every source. Then the metrics also contain `held_out_loss/NAME` for
@@ -121,11 +121,11 @@ def held_out_figures(
     for name, (packs, count) in parts.items():
         with Batching(**job.batching(accelerator)).evaluation(packs, count) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)
-    figures = figures_of(cast(Tensor, sum(sums.values())))
+    metrics = metrics_from_sums(cast(Tensor, sum(sums.values())))
     if len(sums) > 1:
-        for name, of_source in sums.items():
-            figures[f"held_out_loss/{name}"] = figures_of(of_source)["held_out_loss"]
-    return figures
+        for name, source_sums in sums.items():
+            metrics[f"held_out_loss/{name}"] = metrics_from_sums(source_sums)["held_out_loss"]
+    return metrics
 
 
 def best_so_far(run: Run) -> Record | None:
@@ -178,7 +178,7 @@ def held_out_sums(
     return accelerator.reduce(total, reduction="sum")
 
 
-def figures_of(sums: Tensor) -> dict[str, float]:
+def metrics_from_sums(sums: Tensor) -> dict[str, float]:
     """Return the metrics of an evaluation from the sums of `held_out_sums`.
 
     held_out_loss: the mean cross-entropy in nats per label.
@@ -188,12 +188,12 @@ def figures_of(sums: Tensor) -> dict[str, float]:
     """
     loss_sum, tokens, *penalty = sums.tolist()
     loss = loss_sum / max(tokens, 1)
-    figures = {
+    metrics = {
         "held_out_loss": loss,
         # The exponential of a loss above 700 may overflow.
         "held_out_perplexity": math.exp(min(loss, 700.0)),
         "held_out_tokens": int(tokens),
     }
     if penalty:
-        figures["held_out_penalty"] = penalty[0] / max(tokens, 1)
-    return figures
+        metrics["held_out_penalty"] = penalty[0] / max(tokens, 1)
+    return metrics

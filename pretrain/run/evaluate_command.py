@@ -41,7 +41,7 @@ from pretrain.precision.settings import (
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.command_checks import arguments_of_evaluate
-from pretrain.run.evaluate import held_out_figures
+from pretrain.run.evaluate import held_out_metrics
 from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import ResumePoint, find_checkpoint
@@ -252,18 +252,18 @@ def in_low_precisions(
 def _print_loss(
     job: Job, assembly: Assembly, accelerator: Accelerator, console: Console, precision: str
 ) -> None:
-    """Evaluate the model, and print a line of figures that starts with `precision`.
+    """Evaluate the model, and print a line of metrics that starts with `precision`.
 
     All ranks must call this function.
 
     precision: the name of the precision that the model computes in.
     """
-    figures = held_out_figures(job, assembly.model, accelerator)
-    columns = [f"  {precision:<8} {figures['held_out_loss']:.6f}"]
-    columns.append(f"perplexity {figures['held_out_perplexity']:.4g}")
-    if "held_out_penalty" in figures:
-        columns.append(f"penalty {figures['held_out_penalty']:.6f}")
-    columns.append(f"over {figures['held_out_tokens']:,} tokens")
+    metrics = held_out_metrics(job, assembly.model, accelerator)
+    columns = [f"  {precision:<8} {metrics['held_out_loss']:.6f}"]
+    columns.append(f"perplexity {metrics['held_out_perplexity']:.4g}")
+    if "held_out_penalty" in metrics:
+        columns.append(f"penalty {metrics['held_out_penalty']:.6f}")
+    columns.append(f"over {metrics['held_out_tokens']:,} tokens")
     console.notice("   ".join(columns))
 
 
@@ -308,11 +308,11 @@ def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:
     set_weights(assembly.hf, read, assembly.optimizer)
     # Quantize the loaded weights, and fill the histories of delayed scaling.
     assembly.start_precision(assembly.context.current, job, accelerator)
-    figures = held_out_figures(job, assembly.model, accelerator)
+    metrics = held_out_metrics(job, assembly.model, accelerator)
     return {
         "step": job.plan.steps,
         "event": "served",
-        "served_loss": figures["held_out_loss"],
+        "served_loss": metrics["held_out_loss"],
         "served_precision": job.recipe.precision,
         "merged": [checkpoint.name for checkpoint in merged],
     }

@@ -194,7 +194,7 @@ class Run:
         batches: StepBatches,
         decision: StepDecision,
         losses: Mapping[str, float],
-        figures: Mapping[str, Any],
+        metrics: Mapping[str, Any],
         frozen: float,
     ) -> dict[str, Any]:
         """Return the metrics of the step that was just trained, and print warnings about it.
@@ -202,7 +202,7 @@ class Run:
         batches: the microbatches of the step.
         decision: the decision whether to update the weights.
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
-        figures: learning rate, gradient norm, and the figures of observers.
+        metrics: learning rate, gradient norm, and the metrics of observers.
         frozen: the share of values whose last update was lost.
         """
         state = self.state
@@ -221,16 +221,16 @@ class Run:
             record["precision"] = self.precision.name
         if decision.action == "stop":
             record["halted"] = decision.reason
-        record |= batches.figures
+        record |= batches.metrics
         # The losses of a step without labels are null. But a `loss` that is not finite is logged.
         record |= losses if is_labelled else dict.fromkeys(losses)
         if not math.isfinite(loss):
             record["loss"] = loss
         elif not is_labelled:
             record["unlabelled"] = True
-        record |= figures
+        record |= metrics
         if decision.proceed:
-            for name, value in self.assembly.optimizer.figures.items():
+            for name, value in self.assembly.optimizer.metrics.items():
                 record[name] = value.item()
         record["frozen_updates"] = frozen
         record["step_tokens"] = batches.tokens
@@ -238,13 +238,13 @@ class Run:
         record["skipped"] = not decision.proceed
         return record
 
-    def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
+    def log(self, metrics: dict[str, Any], *, data_wait_ms: float) -> None:
         """Log a step to metrics.jsonl and the trackers, and print every `log.every`th step.
 
-        figures: the metrics of the step, from `record_of_step`.
+        metrics: the metrics of the step, from `record_of_step`.
         data_wait_ms: the time that the step has waited for packs, in milliseconds.
         """
-        record = self.recorder.finish(**figures, data_wait_ms=data_wait_ms)
+        record = self.recorder.finish(**metrics, data_wait_ms=data_wait_ms)
         self.trackers.log(record)
         self.console.step(
             record, show=is_due(self.state.step, self.job.recipe.log.every) or self.state.finished

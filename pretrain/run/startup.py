@@ -30,7 +30,7 @@ from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
 from pretrain.plan.plan import SAVE_MEMORY
 from pretrain.run.assembly import Assembly, first_tokens
-from pretrain.run.evaluate import figures_of, held_out_sums
+from pretrain.run.evaluate import held_out_sums, metrics_from_sums
 from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
@@ -370,7 +370,7 @@ def _compare_first_step(run: Run) -> Parity | str:
     indices = batches.order.packs_at(first_step.places).tolist()
 
     def held_out_loss(microbatches: Iterable[Microbatch]) -> float:
-        return figures_of(held_out_sums(model, microbatches, accelerator))["held_out_loss"]
+        return metrics_from_sums(held_out_sums(model, microbatches, accelerator))["held_out_loss"]
 
     return check_parity(
         model,

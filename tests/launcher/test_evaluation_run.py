@@ -161,14 +161,14 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     before = contents(run.run_dir)
     text = tmp_path / "own.txt"
     text.write_text("w1 w2 w3 " * 100)
-    held_out_figures = evaluate_command.held_out_figures
+    held_out_metrics = evaluate_command.held_out_metrics
     modes = []
 
     def with_modes(*arguments: Any) -> dict[str, Any]:
         """Record the modes of the temporary folders that `evaluate` makes."""
         made = [folder for folder in temporary.iterdir() if folder != foreign]
         modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in made)
-        return held_out_figures(*arguments)
+        return held_out_metrics(*arguments)
 
     temporary = tmp_path / "temporary"
     # A folder of somebody else, with a name that `evaluate` could choose.
@@ -179,7 +179,7 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     abandoned.mkdir()
     (abandoned / ".lock").write_text("process 1 on a machine")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(evaluate_command, "held_out_figures", with_modes)
+    monkeypatch.setattr(evaluate_command, "held_out_metrics", with_modes)
     evaluated = train_here("evaluate", f"data.tokenizer={words}", str(text)).done()
     assert len(losses_printed(evaluated)) > 0, evaluated.output
     assert contents(run.run_dir) == before

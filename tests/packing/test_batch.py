@@ -151,7 +151,7 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
             for step in steps:
                 assert (step.tokens, step.sum_squared_lengths) == (per_step * LENGTH, squares)
                 assert step.valid_tokens == sum(part.valid_tokens for part in parts)
-                assert step.figures["epoch"] == places.stop / len(packs)
+                assert step.metrics["epoch"] == places.stop / len(packs)
                 assert step.places == places
 
 

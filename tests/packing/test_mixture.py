@@ -64,9 +64,9 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
     for index in order.packs_at(range(count)).tolist():
         tokens[index >= len(web)] += int(packs[index].lengths.sum())
     assert tokens[0] / sum(tokens) == pytest.approx(0.7, abs=0.01)
-    figures = order.figures(count)
-    assert figures["share/web"] == pytest.approx(0.7, abs=0.005)
-    assert figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
+    metrics = order.metrics(count)
+    assert metrics["share/web"] == pytest.approx(0.7, abs=0.005)
+    assert metrics["epoch/short"] > 1 > 0.4 * metrics["epoch/web"]
     # Other weights make other data with the same packs.
     other = values | {"sources": [part | {"weight": 0.5} for part in values["sources"]]}
     assert open_packs(DataSettings(**other), "train").fingerprint != packs.fingerprint

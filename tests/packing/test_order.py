@@ -128,7 +128,7 @@ def test_the_pack_at_a_place_does_not_depend_on_the_step(
     assert order.packs_at(places).tolist() == [
         int(order.packs_at(range(place, place + 1))[0]) for place in places
     ]
-    assert order.figures(first)["epoch"] == first / sum(mixture.counts)
+    assert order.metrics(first)["epoch"] == first / sum(mixture.counts)
 
 
 @settings(max_examples=8)

@@ -196,7 +196,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
         for place in itertools.count():
             packs.advance_to(range(place, place + 1))
             pack = packs[int(order.packs_at(range(place, place + 1))[0])]
-            epoch = int(order.figures(place + 1)["epoch"])
+            epoch = int(order.metrics(place + 1)["epoch"])
             if epoch == len(epochs):
                 break
             epochs[epoch].append(pack.input_ids.tobytes())
@@ -296,9 +296,9 @@ def test_a_packer_process_makes_parts_of_all_sources(streamed_settings: DataSett
         order = order_of(packs, 3)
         packs.advance_to(places_of(0))
         assert len(order.packs_at(places_of(30))) == STEP
-        figures = order.figures(places_of(30).start)
-        assert figures["share/web"] == pytest.approx(0.7, abs=0.05)
-        assert "part/web" in figures
+        metrics = order.metrics(places_of(30).start)
+        assert metrics["share/web"] == pytest.approx(0.7, abs=0.05)
+        assert "part/web" in metrics
 
 
 def test_a_killed_packer_of_an_earlier_run_is_replaced(streamed_settings: DataSettings) -> None:

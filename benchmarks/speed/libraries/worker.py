@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.speed.libraries.task import Builder, Task, Way
 from packing.batch import Prefetch, StepBatches
-from pretrain.metrics.recorder import memory_figures
+from pretrain.metrics.recorder import memory_metrics
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_learning_rate
 from pretrain.settings.config import load_recipe
@@ -79,7 +79,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     return {
         "status": "ok",
         **figures,
-        "memory_gib": memory_figures(task.device)["memory_gib"],
+        "memory_gib": memory_metrics(task.device)["memory_gib"],
         "parameters": sum(p.numel() for p in parameters.values()),
         "updated_parameters": sum(p.numel() for key, p in updated.items() if key in parameters),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import InputError
-from lab.compare.columns import figures_of
+from lab.compare.columns import columns_for
 from lab.compare.comparison import compare, notes_on
 from lab.compare.fairness import (
     check_comparable,
@@ -141,7 +141,7 @@ def test_the_difference_at_the_end_is_of_steps_that_both_runs_have(tmp_path):
         trained(tmp_path / "other", base, fingerprint="cd34"),
     ]
     compared_runs = compare(runs)
-    columns = {column.title: column for column in figures_of(compared_runs)}
+    columns = {column.title: column for column in columns_for(compared_runs)}
     differences = [columns["loss − baseline"].text(row) for row in compared_runs]
     # The end of 400 steps has 80 steps, and the end of 300 steps 64.
     assert differences == ["–", "−0.01180", "+0.01000", "+0.30000", "+0.10000", "–"]
@@ -149,7 +149,7 @@ def test_the_difference_at_the_end_is_of_steps_that_both_runs_have(tmp_path):
     of_400 = "steps 321 to 400)"
     assert ends == [*[of_400] * 3, "steps 237 to 300)", "steps 401 to 500)", of_400]
     of_one_length = compare(runs[:2])
-    columns = {column.title: column for column in figures_of(of_one_length)}
+    columns = {column.title: column for column in columns_for(of_one_length)}
     assert "steps" not in columns["loss at the end"].text(of_one_length[0])
     (note,) = (note for note in notes_on(compared_runs) if "paired" in note)
     assert "other is not paired with base" in note and "cd34" in note

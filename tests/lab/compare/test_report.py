@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from lab.compare.comparison import compare
-from lab.compare.figures import moving_mean, range_after_the_fall
+from lab.compare.curves import moving_mean, range_after_the_fall
 from lab.compare.page import (
     WRITTEN_BY,
     audit_of,

@@ -155,7 +155,7 @@ def test_an_epoch_ends_when_one_source_is_used_up(
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
     steps = steps_in_an_epoch(recipe)
     order = order_of(open_packs(recipe.data, "train"), recipe.seed)
-    assert steps == 160 and order.figures(steps)["epoch/code"] == 1
+    assert steps == 160 and order.metrics(steps)["epoch/code"] == 1
 
 
 @pytest.mark.parametrize(("window", "steps"), [(1000, math.inf), (10**6, 12)])

@@ -10,7 +10,7 @@ import torch
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_record import summary
+from pretrain.metrics.run_record import summary_of
 from tests.pretrain.plan.plan_recipe import flops_of, on_meta
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_medians_exclude_the_first_two_steps_and_totals_include_them():
         {"step": s, "event": "evaluation", "held_out_loss": 4 - s / 100, "held_out_perplexity": 9.0}
         for s in (50, 100)
     ]
-    result = summary([*steps[:50], evaluations[0], *steps[50:], evaluations[1]])
+    result = summary_of([*steps[:50], evaluations[0], *steps[50:], evaluations[1]])
     assert result["steps"] == 100 and result["tokens"] == 409_600 and result["epoch"] == 10.0
     milliseconds = [record["step_ms"] for record in steps]
     assert result["step_ms"] == statistics.median(milliseconds[2:])

@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, last_screen, read_run, summary
+from pretrain.metrics.run_record import RunRecord, last_screen, read_run, summary_of
 from pretrain.metrics.trackers import JsonlTracker
 
 
@@ -84,7 +84,7 @@ def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> No
         "end": [*steps, evaluation(3), {"step": 2, "event": "served", "served_loss": 2.0}],
     }
     runs = {
-        name: RunRecord(Path(), {}, {}, metrics, summary(metrics))
+        name: RunRecord(Path(), {}, {}, metrics, summary_of(metrics))
         for name, metrics in lines.items()
     }
     assert "held_out_loss" not in runs["start"].summary, "it was measured before training"

@@ -188,7 +188,7 @@ def test_momentum_has_its_dtype_and_its_metric(moments: torch.dtype) -> None:
     assert optimizer.state[params[0]].keys() == {"step", "momentum", "remainder"}
     assert {int(optimizer.state[p]["step"]) for p in params} == {8}
     # Moonlight's factor makes updates as large as AdamW's (arXiv:2502.16982).
-    assert 0.17 < optimizer.figures["muon_update_rms"] < 0.23
+    assert 0.17 < optimizer.metrics["muon_update_rms"] < 0.23
 
 
 def test_lost_updates_are_counted_for_bf16_weights_alone() -> None:

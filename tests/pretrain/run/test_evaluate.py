@@ -19,7 +19,7 @@ from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.metrics.run_record import best_evaluation
 from pretrain.model.loss.head import LossHead
-from pretrain.run.evaluate import held_out_figures, held_out_sums
+from pretrain.run.evaluate import held_out_metrics, held_out_sums
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.small_models import build_model, plain_copy, plain_loss
@@ -46,7 +46,7 @@ def evaluate(
         recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
         batching=lambda accelerator: batching,
     )
-    return held_out_figures(job, packed, accelerator)
+    return held_out_metrics(job, packed, accelerator)
 
 
 # 10 packs do not fill microbatches of 3 and 16, which are padded.

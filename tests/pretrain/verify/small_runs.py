@@ -175,7 +175,7 @@ class SmallRun:
             self.packs,
             self.active,
             self.accelerator,
-            held_out_loss=lambda microbatches: evaluate.figures_of(
+            held_out_loss=lambda microbatches: evaluate.metrics_from_sums(
                 evaluate.held_out_sums(self.model, microbatches, self.accelerator)
             )["held_out_loss"],
         )
