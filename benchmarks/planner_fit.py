@@ -130,10 +130,10 @@ def _of_others(row: Row) -> Work:
     offloaded = 0.0 if values["offload"] == "none" else float(values["offload"])
     return replace(
         row.work,
-        recomputed=(gemms, passes, attention),
-        offloaded=offloaded * row.work.devices.count,
-        devices=replace(row.work.devices, sharded=True, gathered=True),
-        kept=KEPT_IN_NVFP4 if row.work.precision == "nvfp4" else 0.0,
+        recomputed_shares=(gemms, passes, attention),
+        offloaded_bytes=offloaded * row.work.devices.count,
+        devices=replace(row.work.devices, sharded=True, gathered_once=True),
+        bf16_share=KEPT_IN_NVFP4 if row.work.precision == "nvfp4" else 0.0,
     )
 
 

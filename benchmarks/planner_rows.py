@@ -50,8 +50,8 @@ def _work_in(values: Mapping[str, str]) -> Work:
     return Work(
         flops=_flops_in(values),
         precision=precision,
-        low_head=head == "head",
-        keeping_codes=float(PRECISIONS[precision].quantized),
+        quantized_head=head == "head",
+        coded_share=float(PRECISIONS[precision].quantized),
         attention=f"packed_{values['attention']}",
         mean_squared=float(values["mean_squared_length"]),
         tokens=int(values["tokens_per_step"]) // gpus,
@@ -59,14 +59,14 @@ def _work_in(values: Mapping[str, str]) -> Work:
         devices=Devices(
             gpus,
             sharded=values["topology"] in ("zero", "fsdp2"),
-            gathered=values["topology"] == "zero",
+            gathered_once=values["topology"] == "zero",
             replicas=gpus // int(values["shards"]),
         ),
-        gradients=BYTES[values["gradients"]],
-        moments=moments,
-        offloaded=moments if values["offload"] == "moments" else 0,
+        gradient_bytes=BYTES[values["gradients"]],
+        moment_bytes=moments,
+        offloaded_bytes=moments if values["offload"] == "moments" else 0,
         fused=values["fused"] == "1",
-        recomputed=RECOMPUTED if is_recomputed else (0.0, 0.0, 0.0),
+        recomputed_shares=RECOMPUTED if is_recomputed else (0.0, 0.0, 0.0),
     )
 
 

@@ -60,7 +60,7 @@ def prediction(card: Card, precision: str, **sizes: int) -> Prediction | None:
     schedule = PrecisionSchedule([(None, active)], recipe.train.steps or 1)
     training = Training(recipe, schedule, flops, MEAN_SQUARED)
     plan = plan_on(devices_called(card.name), training, model)
-    return predict(plan) if plan.takes(1) <= plan.devices.memory else None
+    return predict(plan) if plan.needed_memory(1) <= plan.devices.memory else None
 
 
 def cells_of(card: Card) -> list[str]:

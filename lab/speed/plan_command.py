@@ -131,7 +131,7 @@ def _trainings_in_precisions(
 def fits(plan: Plan) -> bool:
     """Return True if a plan fits into the memory of its devices."""
     # `devices.memory` is the part of the memory that a plan should use.
-    return plan.takes(plan.expected_microbatch) <= plan.devices.memory / (1 - KEPT_FREE)
+    return plan.needed_memory(plan.expected_microbatch) <= plan.devices.memory / (1 - KEPT_FREE)
 
 
 def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, set[str]]:
@@ -163,29 +163,32 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
     if rows:
         rows.sort(key=lambda row: row[0], reverse=True)
         columns = zip(COLUMNS, *(cells for _, cells in rows), strict=True)
-        # For example, the dollars are unknown without a price.
-        known = [column for column in columns if {*column[1:]} != {UNKNOWN}]
-        titles = {column[0] for column in known}
+        # Omit columns without a value. For example, the dollars are unknown without a price.
+        shown = [column for column in columns if {*column[1:]} != {UNKNOWN}]
+        titles = {title for title, *_ in shown}
         if "gain" in titles:
             lines[0] += f", speed by steps of {card.source}"
-        lines.append(table(known))
-    lines += [wrap(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
+        lines.append(table(shown))
+    lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines), titles
 
 
 def _row(
     label: str, plan: Plan, prediction: Prediction, price: float | None
 ) -> tuple[float, list[str]]:
-    """Return the sort key of a plan's row, and the cells of the row."""
+    """Return the sort key of a plan's row, and the cells of the row.
+
+    The sort key is the speed. If the speed is not known, the key is the gain.
+    """
     devices = plan.devices
     size = plan.expected_microbatch
-    takes = plan.takes(size)
-    speed = prediction.tokens_per_second
-    speed_text = with_bar(speed, prediction.bar, ",.0f")
-    needs = units.memory(takes / GIB)
+    needed = units.memory(plan.needed_memory(size) / GIB)
     if plan.host_memory:
-        needs += f" + {units.memory(plan.host_memory / GIB)} host"
-    if not fits(plan):
+        needed += f" + {units.memory(plan.host_memory / GIB)} host"
+    if fits(plan):
+        speed = prediction.tokens_per_second
+        speed_text = with_bar(speed, prediction.bar, ",.0f")
+    else:
         speed = None
         speed_text = "does not fit"
     packs = f"{-(-plan.packs_per_rank // size)} x {size}"
@@ -194,6 +197,13 @@ def _row(
     seconds = plan.total_tokens / speed if speed else None
     dollars = price * devices.count * seconds / 3600 if price and seconds else None
     gain_bar = prediction.gain_bar if plan.schedule.quantizes else None
-    cells = [label, speed_text, with_bar(prediction.gain, gain_bar, ".2f"), packs, needs]
-    cells += [or_dash(seconds, units.duration), or_dash(dollars, "{:,.2f}".format)]
+    cells = [
+        label,
+        speed_text,
+        with_bar(prediction.gain, gain_bar, ".2f"),
+        packs,
+        needed,
+        or_dash(seconds, units.duration),
+        or_dash(dollars, "{:,.2f}".format),
+    ]
     return speed or prediction.gain or 0.0, cells

@@ -29,10 +29,10 @@ from pretrain.precision.settings import BF16, PRECISIONS
 # The precisions in which steps were measured.
 COSTS = {name: precision.costs for name, precision in PRECISIONS.items() if precision.costs}
 # Bytes that a token moves for each logit.
-LOGIT = 8
+LOGIT_BYTES = 8
 # Bytes that a microbatch moves for each parameter to sum gradients, by the bytes of a sum. GEMMs
 # add to FP32 sums. If sums are BF16, gradients are written first.
-SUMMED = {4: 8, 2: 6}
+SUMMING_BYTES = {4: 8, 2: 6}
 # Kernels of attention: the FLOP/s of long documents, as a share of the FLOP/s of BF16 GEMMs, and
 # the seconds of short documents for a token, head and layer on a card with FP32_OF_HOPPER TFLOP/s.
 # The latter are in inverse proportion to the FP32 peak.
@@ -45,23 +45,20 @@ ATTENTION = {
 }
 FP32_OF_HOPPER = 67.0
 # Seconds of a layer and microbatch in which the GPU waits for the launches of kernels.
-LAUNCHES = 100e-6
+LAUNCH_SECONDS = 100e-6
 # Shares of the rate in the data sheet that a copy in memory, NCCL and a copy to the host reach.
-OF_BANDWIDTH = 0.88
-OF_LINK = 0.79
-OF_PCIE = 0.7
+BANDWIDTH_SHARE = 0.88
+LINK_SHARE = 0.79
+PCIE_SHARE = 0.7
 # A step waits as long as if it sent everything at this share of NCCL's rate after its backward.
-EXPOSED = 0.394
+EXPOSED_SHARE = 0.394
 # Bytes of a parameter that are sent to sum its gradient over all devices, to gather its BF16 value,
 # and to reduce its FP32 gradient.
-SENT = {"sum": 8, "gather": 2, "reduce": 4}
+SENT_BYTES = {"sum": 8, "gather": 2, "reduce": 4}
 
-# Half-width of the error of a speed on several GPUs, with experts, and with layers that are not
-# fused. The measured steps of these classes differed by up to 12 % from the predicted ones.
-ROUGH_SPEED = 0.15
-# Half-widths of the error of a gain: if the speed has the error MEASURED, and in all other cases.
-GAIN = 0.05
-ROUGH_GAIN = 0.10
+# Half-widths of the error of a gain: on cards with measured steps, and on others.
+GAIN_BAR = 0.05
+ROUGH_GAIN_BAR = 0.10
 # No speed is predicted for microbatches with fewer tokens, because they wait for the host: FP8 was
 # 6 and 16 % slower than predicted with 2,048 and 1,024 tokens (planner_rows.csv). More GPUs were
 # not measured.
@@ -102,52 +99,54 @@ def step_seconds(
     """
     flops = work.flops
     shape = flops.shape
-    # Factors of the times that recomputation in backward makes longer.
-    gemms, passes, attention = (1 + share for share in work.recomputed)
+    # Factors by which recomputation in backward makes times longer.
+    gemm_factor, pass_factor, attention_factor = (1 + share for share in work.recomputed_shares)
     microbatches = work.tokens / work.microbatch
-    in_bf16 = gemm_rate(card, BF16.name, costs)
-    in_layers, in_head = _gemm_seconds(work, in_bf16, gemm_rate(card, work.precision, costs))
-    bandwidth = OF_BANDWIDTH * 1e12 * card.bandwidth
-    link = OF_LINK * 1e9 * (card.nvlink or card.pcie)
+    bf16_rate = gemm_rate(card, BF16.name, costs)
+    precision_rate = gemm_rate(card, work.precision, costs)
+    layer_gemms, head_gemms = _gemm_seconds(work, bf16_rate, precision_rate)
+    bandwidth = BANDWIDTH_SHARE * 1e12 * card.bandwidth
+    link = LINK_SHARE * 1e9 * (card.nvlink or card.pcie)
     # Products add to all of their gradient sums. A lookup adds only to the rows of its tokens.
     only_looked_up = 0 if flops.tied else flops.embedding_parameters
     summed = flops.parameters - only_looked_up
-    share = flops.parameters / work.devices.shards
+    stored = flops.parameters / work.devices.shards
     # Bytes that AdamW moves in the device's memory for each parameter: 4 bytes of the weight are
     # read and written, and so are the moments, unless they are copied from the host and back.
-    moments = 0 if work.offloaded else 2 * work.moments
-    moved = 2 * 4 + 3 * work.gradients + moments
-    optimizer = share * moved / bandwidth
-    optimizer += share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
+    moved_moments = 0 if work.offloaded_bytes else 2 * work.moment_bytes
+    moved_bytes = 2 * 4 + 3 * work.gradient_bytes + moved_moments
+    optimizer = stored * moved_bytes / bandwidth
+    optimizer += stored * work.offloaded_bytes / (PCIE_SHARE * 1e9 * card.pcie)
     return {
-        "GEMMs": work.tokens * (in_layers * gemms + in_head),
-        "passes": work.tokens * _moved(work) * passes / bandwidth,
-        "attention": work.tokens * _attention_seconds(card, work, in_bf16) * attention,
-        "loss": work.tokens * LOGIT * shape.vocabulary / bandwidth,
-        "gradient sums": microbatches * summed * SUMMED[work.gradients] / bandwidth,
+        "GEMMs": work.tokens * (layer_gemms * gemm_factor + head_gemms),
+        "passes": work.tokens * _pass_bytes(work) * pass_factor / bandwidth,
+        "attention": work.tokens * _attention_seconds(card, work, bf16_rate) * attention_factor,
+        "loss": work.tokens * LOGIT_BYTES * shape.vocabulary / bandwidth,
+        "gradient sums": microbatches * summed * SUMMING_BYTES[work.gradient_bytes] / bandwidth,
         "optimizer": optimizer,
-        "launches": microbatches * shape.layers * LAUNCHES,
-        "communication": _sent(work, microbatches) / (EXPOSED * link),
+        "launches": microbatches * shape.layers * LAUNCH_SECONDS,
+        "communication": _bytes_sent(work, microbatches) / (EXPOSED_SHARE * link),
     }
 
 
-def _gemm_seconds(work: Work, in_bf16: float, in_precision: float) -> tuple[float, float]:
+def _gemm_seconds(work: Work, bf16_rate: float, precision_rate: float) -> tuple[float, float]:
     """Return the seconds per token of the GEMMs of the layers, and of the GEMMs of the LM head.
 
-    in_bf16, in_precision: the FLOP/s of GEMMs in BF16, and in the precision of the step.
+    bf16_rate, precision_rate: the FLOP/s of GEMMs in BF16, and in the precision of the step.
     """
     flops = work.flops
-    low = FLOPS_PER_WEIGHT / in_precision
-    plain = FLOPS_PER_WEIGHT / in_bf16
-    dense = flops.attention_weights + flops.mlp_weights
-    in_experts = work.experts_kept * plain / COSTS[BF16.name].grouped
-    in_experts += (1 - work.experts_kept) * low / COSTS[work.precision].grouped
-    in_layers = dense * (work.kept * plain + (1 - work.kept) * low)
-    in_head = flops.head_weights * (low if work.low_head else plain)
-    return in_layers + flops.expert_weights * in_experts, in_head
+    # Seconds of a weight in the precision of the step, and in BF16.
+    in_precision = FLOPS_PER_WEIGHT / precision_rate
+    in_bf16 = FLOPS_PER_WEIGHT / bf16_rate
+    dense_weights = flops.attention_weights + flops.mlp_weights
+    dense = dense_weights * (work.bf16_share * in_bf16 + (1 - work.bf16_share) * in_precision)
+    expert_seconds = work.bf16_experts_share * in_bf16 / COSTS[BF16.name].grouped
+    expert_seconds += (1 - work.bf16_experts_share) * in_precision / COSTS[work.precision].grouped
+    head = flops.head_weights * (in_precision if work.quantized_head else in_bf16)
+    return dense + flops.expert_weights * expert_seconds, head
 
 
-def _moved(work: Work) -> float:
+def _pass_bytes(work: Work) -> float:
     """Return the bytes that a token moves in passes over memory, in all layers."""
     costs = COSTS[work.precision]
     shape = work.flops.shape
@@ -159,32 +158,32 @@ def _moved(work: Work) -> float:
     return moved if work.fused else costs.unfused * moved
 
 
-def _attention_seconds(card: Card, work: Work, in_bf16: float) -> float:
+def _attention_seconds(card: Card, work: Work, bf16_rate: float) -> float:
     """Return the seconds of a token in the attention of all layers.
 
-    in_bf16: the FLOP/s of GEMMs in BF16.
+    bf16_rate: the FLOP/s of GEMMs in BF16.
     """
-    share, of_short_on_hopper = ATTENTION[work.attention]
-    of_long = work.flops.per_squared_length * work.mean_squared / (share * in_bf16)
+    rate_share, seconds_on_hopper = ATTENTION[work.attention]
+    flops_per_token = work.flops.per_squared_length * work.mean_squared
+    # The first part grows with the length of documents. The second part is that of short ones.
     shape = work.flops.shape
-    of_short = shape.layers * shape.heads * of_short_on_hopper * FP32_OF_HOPPER / card.fp32
-    return of_long + of_short
+    short_seconds = shape.layers * shape.heads * seconds_on_hopper * FP32_OF_HOPPER / card.fp32
+    return flops_per_token / (rate_share * bf16_rate) + short_seconds
 
 
-def _sent(work: Work, microbatches: float) -> float:
+def _bytes_sent(work: Work, microbatches: float) -> float:
     """Return the bytes that a device sends in a step."""
     copies = work.devices.count // work.devices.shards
-    share = work.flops.parameters / work.devices.shards
+    stored = work.flops.parameters / work.devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
-    sent = SENT["sum"] * share * (copies - 1) / copies
+    sent = SENT_BYTES["sum"] * stored * (copies - 1) / copies
     if work.devices.shards > 1:
-        # Share of the weights that are gathered once a step. The others are gathered by forward and
-        # backward of each microbatch.
-        once = 1.0 if work.devices.topology == "zero" else work.keeping_codes
+        # The other weights are gathered by forward and backward of each microbatch.
+        gathered_once_share = 1.0 if work.devices.topology == "zero" else work.coded_share
         reductions = microbatches if work.devices.topology == "fsdp2" else 1
-        gathers = once + (1 - once) * 2 * microbatches
-        bytes_sent = SENT["gather"] * gathers + SENT["reduce"] * reductions
-        sent += bytes_sent * share * (work.devices.shards - 1)
+        gathers = gathered_once_share + (1 - gathered_once_share) * 2 * microbatches
+        sent_per_parameter = SENT_BYTES["gather"] * gathers + SENT_BYTES["reduce"] * reductions
+        sent += sent_per_parameter * stored * (work.devices.shards - 1)
     return sent
 
 
@@ -208,15 +207,20 @@ def predict(plan: Plan) -> Prediction:
     gain = in_bf16 / seconds
     if card.error is None:
         reason = "no step was measured on a similar card"
-        return Prediction(reason=reason, gain=gain, gain_bar=ROUGH_GAIN)
-    gain_bar = GAIN if error == MEASURED else ROUGH_GAIN
-    return Prediction(plan.total_tokens / seconds, error, gain=gain, gain_bar=gain_bar)
+        return Prediction(reason=reason, gain=gain, gain_bar=ROUGH_GAIN_BAR)
+    gain_bar = GAIN_BAR if card.error == MEASURED else ROUGH_GAIN_BAR
+    return Prediction(plan.total_tokens / seconds, card.error, gain=gain, gain_bar=gain_bar)
 
 
 def _in_bf16(work: Work) -> Work:
     """Return the work of the same step in BF16."""
     return replace(
-        work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0, keeping_codes=0.0
+        work,
+        precision=BF16.name,
+        quantized_head=False,
+        bf16_share=0.0,
+        bf16_experts_share=0.0,
+        coded_share=0.0,
     )
 
 

@@ -36,11 +36,11 @@ def plan_on(
         that fits into the memory of several devices.
     """
     unsharded = plan_for(training, shapes, devices, elsewhere=True)
-    needed = unsharded.takes(unsharded.expected_microbatch)
+    needed = unsharded.needed_memory(unsharded.expected_microbatch)
     is_default = topology is None and needed <= devices.memory
     if devices.count == 1 or topology == "ddp" or is_default:
         return unsharded
-    sharded = replace(devices, sharded=True, gathered=topology == "zero")
+    sharded = replace(devices, sharded=True, gathered_once=topology == "zero")
     return plan_for(training, shapes, sharded, elsewhere=True)
 
 

@@ -20,14 +20,14 @@ class Work:
     """The work of a training step on one device."""
 
     flops: ModelFlops
-    # Name of the precision. `low_head` is True if the LM head is quantized too.
+    # Name of the precision. `quantized_head` is True if the LM head is quantized too.
     precision: str
-    low_head: bool
+    quantized_head: bool
     # Shares of the layers' weights outside of experts, and of experts, that stay in BF16.
-    kept: float = 0.0
-    experts_kept: float = 0.0
+    bf16_share: float = 0.0
+    bf16_experts_share: float = 0.0
     # Share of the layers that keep codes of their weights. FSDP2 gathers these weights once a step.
-    keeping_codes: float = 0.0
+    coded_share: float = 0.0
     # Name of the packed attention.
     attention: str
     # Mean over tokens of the length of the document that contains the token.
@@ -38,13 +38,13 @@ class Work:
     devices: Devices
     # Bytes of a parameter's gradient sum, of its moments in the mean, and of the state that is
     # copied from the host and back.
-    gradients: int
-    moments: float
-    offloaded: float
+    gradient_bytes: int
+    moment_bytes: float
+    offloaded_bytes: float
     # True if all layers are fused.
     fused: bool
     # See RECOMPUTED. Zeros if no layer is recomputed.
-    recomputed: tuple[float, ...]
+    recomputed_shares: tuple[float, ...]
 
 
 def work_of(plan: Plan, active: ActivePrecision) -> Work:
@@ -55,30 +55,33 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     size = plan.expected_microbatch
     microbatches = -(-plan.packs_per_rank // size)
     # AdamW has two moments for each parameter. Muon has one for each of the hidden weights.
-    moments = (2 - flops.muon_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
+    moment_bytes = (2 - flops.hidden_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
     offloaded = OFFLOADED[recipe.optimizer.offload]
-    low = active.precision.quantized
+    quantizes = active.precision.quantized
     # Layers that are not fused do not count the weights that stay in BF16.
-    kept = sum(layer.unquantized_weights for layer in layers if layer.fused and low)
-    in_layers = flops.attention_weights + flops.mlp_weights
-    recomputed = sum(layer.recomputed for layer in layers) / len(layers)
-    # Bytes of the state that is copied from the host and back.
-    copied = moments * ("exp_avg" in offloaded) + 2 * ("remainder" in offloaded)
+    bf16_bytes = sum(layer.unquantized_weights for layer in layers if layer.fused and quantizes)
+    layer_weights = flops.attention_weights + flops.mlp_weights
+    recomputed_layers = sum(layer.recomputed for layer in layers) / len(layers)
+    offloaded_bytes = 0.0
+    if "exp_avg" in offloaded:
+        offloaded_bytes += moment_bytes
+    if "remainder" in offloaded:
+        offloaded_bytes += 2
     return Work(
         flops=flops,
         precision=active.precision.name,
-        low_head=low and active.settings.scope != "linear",
-        kept=kept / (active.precision.number_bytes * in_layers),
-        experts_kept=sum(layers[-1].experts_left_out.values()),
-        keeping_codes=sum(layer.keeps_codes for layer in layers) / len(layers),
+        quantized_head=quantizes and active.settings.scope != "linear",
+        bf16_share=bf16_bytes / (active.precision.number_bytes * layer_weights),
+        bf16_experts_share=sum(layers[-1].experts_left_out.values()),
+        coded_share=sum(layer.keeps_codes for layer in layers) / len(layers),
         attention=plan.attention.name,
         mean_squared=plan.mean_squared,
         tokens=microbatches * size * recipe.data.length,
         microbatch=size * recipe.data.length,
         devices=plan.devices,
-        gradients=BYTES[recipe.gradients_kept_in],
-        moments=moments,
-        offloaded=copied,
+        gradient_bytes=BYTES[recipe.gradients_kept_in],
+        moment_bytes=moment_bytes,
+        offloaded_bytes=offloaded_bytes,
         fused=all(layer.fused for layer in layers),
-        recomputed=tuple(recomputed * share for share in RECOMPUTED),
+        recomputed_shares=tuple(recomputed_layers * share for share in RECOMPUTED),
     )

@@ -95,7 +95,7 @@ class Devices:
     memory: float = math.inf
     # True if weights are gathered and gradients are reduced only once a step
     # (pretrain.model.sharding). False if this is done for each use of a layer.
-    gathered: bool = False
+    gathered_once: bool = False
     # The number of sharded copies of the model. It is larger than 1 with HSDP.
     replicas: int = 1
     # The CUDA compute capability. If it is None, memory is estimated as for Hopper.
@@ -118,7 +118,7 @@ class Devices:
     def topology(self) -> str:
         """Return "one", "ddp", "zero" (weights are gathered once a step) or "fsdp2"."""
         if self.sharded:
-            return "zero" if self.gathered else "fsdp2"
+            return "zero" if self.gathered_once else "fsdp2"
         return "ddp" if self.count > 1 else "one"
 
 
@@ -187,33 +187,35 @@ def step_memory(
     keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`. Then
         no layer is recomputed.
     """
-    number = precision.number_bytes
+    number_bytes = precision.number_bytes
     layouts = precision.layouts_on(devices.capability)
     tokens = recipe.data.length * microbatch
-    values = math.ceil(flops.parameters / devices.shards)
+    parameters = math.ceil(flops.parameters / devices.shards)
     head = flops.shape.vocabulary * flops.shape.hidden
     low_head = precision.quantized and recipe.fp8_config.scope != "linear"
     # FP32 weights need BF16 working copies. With shards, the gathered weights are these copies.
-    has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
+    has_copies = recipe.weights == "fp32" and number_bytes == 2 and not devices.sharded
     if keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-    with_codes = sum(layer.keeps_codes for layer in layers)
-    gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
-    gradients = values * BYTES[recipe.gradients_kept_in]
+    layers_with_codes = sum(layer.keeps_codes for layer in layers)
+    gathered_weights, unreduced_gradients, sent_gradients = _values_with_shards(
+        flops, devices, head, layers_with_codes
+    )
+    gradients = parameters * BYTES[recipe.gradients_kept_in]
     quantized_weights = sum(layer.quantized_weights for layer in layers)
     if low_head:
         quantized_weights += layouts * head
     # Parts that are counted at both peaks: at the loss, and in a layer's backward.
     parts = {
-        "parameters": values * (4 if recipe.weights == "fp32" else 2),
-        "gathered weights": number * gathered,
-        "gradients": gradients + 4 * sums,
+        "parameters": parameters * (4 if recipe.weights == "fp32" else 2),
+        "gathered weights": number_bytes * gathered_weights,
+        "gradients": gradients + 4 * unreduced_gradients,
         **optimizer_state(recipe, flops, devices, on_host=False),
-        "BF16 working copies": _working_copies(layers) * has_copies,
+        "BF16 working copies": _working_copies(layers) if has_copies else 0,
         "quantized weights": quantized_weights,
         "activations": tokens * sum(layer.kept for layer in layers),
     }
-    in_backward = 4 * sent + tokens * _largest_backward(layers)
+    in_backward = 4 * sent_gradients + tokens * _largest_backward(layers)
     at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
     # The memory of the two peaks is never needed at the same time, so only the larger one counts.
     if at_loss >= in_backward:
@@ -231,19 +233,21 @@ def optimizer_state(
     on_host: True for the parts in pinned host memory (`optimizer.offload`), False for the parts in
         the memory of the device.
     """
-    values = math.ceil(flops.parameters / devices.shards)
     offloaded = OFFLOADED["none" if devices.type == "cpu" else recipe.optimizer.offload]
-    by_muon = math.ceil(flops.muon_weights / devices.shards)  # with one moment
-    moments = (2 * values - by_muon) * BYTES[recipe.moments_kept_in]
-    remainders = 2 * values * (recipe.weights == "bf16_exact")
-    return {
-        "optimizer moments": moments * (("exp_avg" in offloaded) == on_host),
-        "remainder bits": remainders * (("remainder" in offloaded) == on_host),
-    }
+    parameters = math.ceil(flops.parameters / devices.shards)
+    # AdamW has two moments for each parameter. Muon has one for each of the hidden weights.
+    hidden_weights = math.ceil(flops.hidden_weights / devices.shards)
+    parts = {"optimizer moments": 0, "remainder bits": 0}
+    if on_host == ("exp_avg" in offloaded):
+        moments = 2 * parameters - hidden_weights
+        parts["optimizer moments"] = moments * BYTES[recipe.moments_kept_in]
+    if recipe.weights == "bf16_exact" and on_host == ("remainder" in offloaded):
+        parts["remainder bits"] = 2 * parameters
+    return parts
 
 
 def _values_with_shards(
-    flops: ModelFlops, devices: Devices, head: int, with_codes: int
+    flops: ModelFlops, devices: Devices, head: int, layers_with_codes: int
 ) -> tuple[int, int, int]:
     """Return three counts of values that a device stores in addition to its shards.
 
@@ -259,16 +263,16 @@ def _values_with_shards(
     All three counts are 0 if the model is not sharded.
 
     head: number of weights of the LM head.
-    with_codes: number of layers that keep codes.
+    layers_with_codes: number of layers that keep codes.
     """
     if not devices.sharded:
         return 0, 0, 0
     # The embedding and the head are outside of the layers. They have the same size.
     layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
     sent = layer if flops.tied else max(layer, head)
-    if devices.gathered:
-        return flops.parameters - with_codes * layer, flops.parameters, sent
-    in_use = 3 * layer if with_codes < flops.shape.layers else 0
+    if devices.gathered_once:
+        return flops.parameters - layers_with_codes * layer, flops.parameters, sent
+    in_use = 3 * layer if layers_with_codes < flops.shape.layers else 0
     return in_use + head, sent + (head if flops.tied else 0), sent
 
 
@@ -300,15 +304,20 @@ def _bytes_at_loss(
     has_copies: True if weights have working copies.
     """
     shape = flops.shape
-    number = precision.number_bytes
+    number_bytes = precision.number_bytes
     has_second_tensor = has_copies
     if isinstance(precision, QuantizedPrecision) and low_head:
         is_fused = loss.penalty is None and precision.fuses_head_on(devices.capability)
         has_second_tensor = not is_fused
-    size = shape.vocabulary * shape.hidden * (4 + number * has_second_tensor)
-    size += tokens * 3 * shape.hidden * number
+    head = shape.vocabulary * shape.hidden
+    size = 4 * head
+    if has_second_tensor:
+        size += number_bytes * head
+    size += tokens * 3 * shape.hidden * number_bytes
     if loss.kind == "chunked":
-        logit_bytes = number + precision.layouts_on(devices.capability) * low_head
+        logit_bytes = number_bytes
+        if low_head:
+            logit_bytes += precision.layouts_on(devices.capability)
         size += logit_bytes * shape.vocabulary * min(tokens, loss.tokens_at_once)
     return size
 
@@ -412,13 +421,13 @@ def fused_layer(
     attention: the name of the packed attention.
     layouts: number of layouts of a quantized operand.
     """
-    number = precisions[0].number_bytes
+    number_bytes = precisions[0].number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks.values()]
     sizes = [sum(linear.weight.numel() for linear in stack) for stack in stacks]
     hidden, query, _, activated = (features_of(stack[0])[0] for stack in stacks)
     statistics = 8 if isinstance(parts.norms[0], nn.LayerNorm) else 4
     gate_and_up = sizes[2] // hidden
-    rotated = number * parts.heads.width if parts.head_norms else 0
+    rotated = number_bytes * parts.heads.width if parts.head_norms else 0
     # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
     recomputed = rotated if attention in ATTENTION_KERNELS else 0
 
@@ -433,30 +442,30 @@ def fused_layer(
     *_, gate_up, down = precisions
     keeps_activated = down.block_scaled or (down.quantized and not gate_up.quantized)
     # The input of the layer, and the sum of this input and the attention's output.
-    kept: float = 2 * number * hidden
+    kept: float = 2 * number_bytes * hidden
     # The outputs of the two norms, and their statistics.
     kept += (operands[0] + operands[2]) * hidden + 2 * statistics
     # Queries, keys and values.
-    kept += number * parts.heads.width
+    kept += number_bytes * parts.heads.width
     # The output of attention, and its statistics.
-    kept += number * query + 4 * parts.heads.query
+    kept += number_bytes * query + 4 * parts.heads.query
     # The output of attention as a quantized operand.
     if precisions[1].quantized:
         kept += operands[1] * query
     # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
     kept += rotated - recomputed
     # The inputs of the activation function.
-    kept += number * gate_and_up
+    kept += number_bytes * gate_and_up
     # The output of the activation function, if backward does not compute it again.
     if keeps_activated:
         kept += operands[3] * activated
     return LayerMemory(
-        inputs=number * hidden,
+        inputs=number_bytes * hidden,
         kept=round(kept),
         # The gradients in the MLP, which need more memory than those in attention.
-        workspace=number * (hidden + gate_and_up + activated),
+        workspace=number_bytes * (hidden + gate_and_up + activated),
         quantized_weights=round(quantized_bytes),
-        unquantized_weights=number * unquantized,
+        unquantized_weights=number_bytes * unquantized,
         fused=True,
         keeps_codes=sum(sizes) - unquantized >= QUANTIZED_SHARE * sum(sizes),
         rotated=recomputed,
@@ -502,7 +511,7 @@ def compiled_layer(
     fuses_mlp: True if the MLP is fused, and only the rest of the layer is compiled.
     """
     shape = flops.shape
-    number = precision.number_bytes
+    number_bytes = precision.number_bytes
     linears = flops.attention_weights + flops.mlp_weights
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     rotated *= shape.layers - flops.without_attention
@@ -511,23 +520,24 @@ def compiled_layer(
     # For each expert that a token chooses, the layer keeps the input and the output of the expert.
     # The output is kept because it is multiplied by the weight from the router.
     values = (4 + 2 * flops.experts_per_token) * shape.hidden + wide // shape.layers
-    kept = int(values * number * (IN_PIECES if precision.quantized else 1))
+    kept = int(values * number_bytes * (IN_PIECES if precision.quantized else 1))
     if fuses_mlp:
         # The outputs of the norms and of the mixer, and that of the activation function.
         operands = 2 * shape.hidden + shape.query_width
-        kept = number * (values - operands - shape.feed_forward)
-        operands += shape.feed_forward * precision.block_scaled
+        kept = number_bytes * (values - operands - shape.feed_forward)
+        if precision.block_scaled:
+            operands += shape.feed_forward
         kept += round(precision.operand_bytes * operands)
     experts = (flops.expert_weights + flops.idle_weights) // shape.layers
     weights = linears // shape.layers + experts
     quantized = weights - experts * sum(experts_left_out.values())
     is_quantized = precision.quantized and quantized >= QUANTIZED_SHARE * weights
     return LayerMemory(
-        inputs=shape.hidden * number,
+        inputs=shape.hidden * number_bytes,
         kept=kept,
         workspace=kept,  # the gradients of the kept activations
         quantized_weights=layouts * round(quantized),
-        unquantized_weights=number * weights,
+        unquantized_weights=number_bytes * weights,
         fused=fuses_mlp,
         keeps_codes=is_quantized,
         experts_left_out=experts_left_out,

@@ -39,7 +39,7 @@ from pretrain.plan.memory import (
 )
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
+from pretrain.settings.recipe import USUAL_LOSS_CHUNK, LossSettings, Recipe
 
 # Settings that save memory, for messages. The last three change the results of a run.
 SAVE_MEMORY = (
@@ -161,16 +161,16 @@ class Plan(Training):
     attention: Choice
     # The number of tokens in a chunk of the loss that was chosen for `loss.chunk: auto`. None for
     # the default number.
-    chunk: int | None = None
+    loss_chunk: int | None = None
     # True if layers keep queries, keys and values both before and after rotation.
     keeps_rotated: bool = False
 
     @property
     def loss(self) -> LossSettings:
-        """Return the loss settings of the recipe, with `chunk` in place of `loss.chunk: auto`."""
+        """Return the loss settings of the recipe. `loss_chunk` replaces `loss.chunk: auto`."""
         settings = self.recipe.loss
-        if settings.chunk == "auto" and self.chunk:
-            return settings.model_copy(update={"chunk": self.chunk})
+        if settings.chunk == "auto" and self.loss_chunk:
+            return settings.model_copy(update={"chunk": self.loss_chunk})
         return settings
 
     # ── The packs of a device ──
@@ -222,12 +222,12 @@ class Plan(Training):
         return max(
             size
             for size in self.microbatch_sizes
-            if size == 1 or self.takes(size) <= self.devices.memory
+            if size == 1 or self.needed_memory(size) <= self.devices.memory
         )
 
     # ── Memory ──
 
-    def memory(self, microbatch: int) -> dict[str, int]:
+    def memory_parts(self, microbatch: int) -> dict[str, int]:
         """Map each part of a device's memory to its number of bytes.
 
         If the run has several precisions, the result is for the precision that needs the most
@@ -244,14 +244,14 @@ class Plan(Training):
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))
 
-    def takes(self, microbatch: int) -> int:
-        """Return the number of bytes that a device needs in total. See `memory`."""
-        return sum(self.memory(microbatch).values())
+    def needed_memory(self, microbatch: int) -> int:
+        """Return the number of bytes that a device needs in total. See `memory_parts`."""
+        return sum(self.memory_parts(microbatch).values())
 
     @property
-    def memory_by_part(self) -> str:
+    def memory_text(self) -> str:
         """Return the parts of the expected memory as text: "parameters 3.2 GiB, ..."."""
-        parts = self.memory(self.expected_microbatch)
+        parts = self.memory_parts(self.expected_microbatch)
         return ", ".join(f"{name} {units.memory(size / units.GIB)}" for name, size in parts.items())
 
     @property
@@ -273,13 +273,13 @@ class Plan(Training):
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
         recipe = self.recipe
-        needed = self.takes(self.expected_microbatch) / units.GIB
+        needed = self.needed_memory(self.expected_microbatch) / units.GIB
         available = self.devices.memory / units.GIB
         warnings = []
         if needed > available:
             warnings.append(
                 f"a device needs about {units.memory(needed)}, which may not fit into its memory "
-                f"of {units.memory(available)}: {self.memory_by_part}; {SAVE_MEMORY}"
+                f"of {units.memory(available)}: {self.memory_text}; {SAVE_MEMORY}"
             )
         if recipe.weights == "bf16":
             warnings.append(
@@ -331,19 +331,19 @@ def plan_for(
         for active in training.precisions
     }
     plan = Plan(**vars(training), devices=devices, layers=layers, attention=attention)
-    if devices.sharded and devices.type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
-        plan = replace(plan, devices=replace(devices, gathered=True))
+    if devices.sharded and devices.type == "cuda" and all(from_all_ranks(fits_gathered_once(plan))):
+        plan = replace(plan, devices=replace(devices, gathered_once=True))
     return spend_spare_memory(plan)
 
 
-def fits_gathered(plan: Plan) -> bool:
+def fits_gathered_once(plan: Plan) -> bool:
     """Return True if the memory suffices to gather sharded weights only once a step.
 
     It must suffice for all weights and a microbatch. With `batch.microbatch: auto`, the size of the
     microbatch is assumed to be the smaller of two sizes: the largest size that fits if weights are
     gathered for each use, and the size of WELL_FILLED tokens.
     """
-    gathered = replace(plan, devices=replace(plan.devices, gathered=True))
+    gathered = replace(plan, devices=replace(plan.devices, gathered_once=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     return _fits(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
 
@@ -355,7 +355,7 @@ def spend_spare_memory(plan: Plan) -> Plan:
     keep rotated queries, keys and values. For CPUs, the chunks have the default size, and layers do
     not keep rotated tensors.
     """
-    plan = replace(plan, chunk=None, keeps_rotated=False)
+    plan = replace(plan, loss_chunk=None, keeps_rotated=False)
     if plan.devices.type == "cpu":
         return plan
     most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
@@ -363,14 +363,14 @@ def spend_spare_memory(plan: Plan) -> Plan:
         (size for size in plan.microbatch_sizes if size <= most), default=1
     )
     if plan.recipe.loss.chunk == "auto":
-        plan = replace(plan, chunk=_longer_chunk(plan, packs))
+        plan = replace(plan, loss_chunk=_longer_loss_chunk(plan, packs))
     rotated = replace(plan, keeps_rotated=True)
     keeps_all = plan.recipe.model.gradient_checkpointing == "none"
-    takes_more = keeps_all and rotated.takes(packs) > plan.takes(packs)
+    takes_more = keeps_all and rotated.needed_memory(packs) > plan.needed_memory(packs)
     return rotated if takes_more and _fits(rotated, packs) else plan
 
 
-def _longer_chunk(plan: Plan, packs: int) -> int | None:
+def _longer_loss_chunk(plan: Plan, packs: int) -> int | None:
     """Return a number of tokens in a chunk of the loss that is larger than the default, or None.
 
     The larger chunk must have at most LOGITS logits, it must not be larger than a microbatch of
@@ -379,11 +379,11 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
     """
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
-    if longer > USUAL_CHUNK and _fits(replace(plan, chunk=longer), packs):
+    if longer > USUAL_LOSS_CHUNK and _fits(replace(plan, loss_chunk=longer), packs):
         return longer
     return None
 
 
 def _fits(plan: Plan, packs: int) -> bool:
     """Return True if a microbatch of `packs` packs fits into the memory of a device."""
-    return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory
+    return plan.needed_memory(packs) <= (1 - KEPT_FREE) * plan.devices.memory

@@ -69,12 +69,15 @@ def _devices_line(plan: Plan) -> str:
     devices = plan.devices
     if not devices.sharded:
         return str(devices)
-    replicas = f"{devices.replicas} replicas of {devices.shards} " if devices.replicas > 1 else ""
-    if devices.gathered:
-        return f"{devices}, {replicas}shards, gathered and reduced once a step"
+    shards = "shards"
+    if devices.replicas > 1:
+        shards = f"{devices.replicas} replicas of {devices.shards} shards"
+    if devices.gathered_once:
+        return f"{devices}, {shards}, gathered and reduced once a step"
+    # Layers that keep codes of their weights gather them only once a step.
     keeps_codes = all(layer.keeps_codes for layers in plan.layers.values() for layer in layers)
-    use = "once a step" if keeps_codes else "for each use"
-    return f"{devices}, {replicas}shards, gathered {use}, reduced in each microbatch"
+    gathered = "once a step" if keeps_codes else "for each use"
+    return f"{devices}, {shards}, gathered {gathered}, reduced in each microbatch"
 
 
 def model_lines(plan: Training) -> list[str]:
@@ -144,7 +147,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     """Return a line about the total memory of a device, and one line about each part of it."""
     size = plan.expected_microbatch
     searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"
-    parts = plan.memory(size)
+    parts = plan.memory_parts(size)
     longest = max(map(len, parts))
     total = units.memory(sum(parts.values()) / GIB)
     available = units.memory(plan.devices.memory / GIB)

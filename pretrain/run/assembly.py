@@ -270,7 +270,7 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
     # Without FSDP2 the model is already on its device.
     if accelerator.is_fsdp2:
         model = shard(
-            accelerator, model, job.plan.compute_dtype, once_a_step=job.plan.devices.gathered
+            accelerator, model, job.plan.compute_dtype, once_a_step=job.plan.devices.gathered_once
         )
     build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
     optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
@@ -302,7 +302,9 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
     if accelerator.is_fsdp2:
         # FSDP2 has sharded the parameters. `Sharding` allocates the sums for its groups of
         # parameters. FSDP2 reduces the sums over ranks.
-        packed.sharding = Sharding(packed, dtype, stacks, once_a_step=job.plan.devices.gathered)
+        packed.sharding = Sharding(
+            packed, dtype, stacks, once_a_step=job.plan.devices.gathered_once
+        )
     elif _needs_gradient_sums(job, accelerator, packed.fused):
         # Each process has all parameters and sums its own gradients. With several processes,
         # `RankSums` then adds up these sums over the processes.

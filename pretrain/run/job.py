@@ -394,7 +394,7 @@ def _obstacle_of_devices(plan: Plan) -> str | None:
         return "they need a GPU"
     if not devices.sharded:
         return None
-    if not devices.gathered:
+    if not devices.gathered_once:
         return "FSDP2 reduces gradients in each microbatch"
     if len({active.precision.quantized for active in plan.precisions}) > 1:
         return "FSDP2 frees weights in only some precisions of this run"
@@ -443,7 +443,7 @@ def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
         accelerator.num_processes,
         accelerator.is_fsdp2,
         *device_of(accelerator),
-        gathered=gathers_once_a_step(accelerator),
+        gathered_once=gathers_once_a_step(accelerator),
         replicas=replicas_of(accelerator),
         # The capability is needed only for products of Transformer Engine, because emulation needs
         # the same memory on every device.

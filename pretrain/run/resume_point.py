@@ -126,7 +126,7 @@ def where_to_resume(
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None or not source.in_run_folder:
         require_no_other_training(job)
-    chunk = job.plan.loss.tokens_at_once
+    loss_chunk = job.plan.loss.tokens_at_once
     if source is not None:
         changes = changes_since(source.record, job)
         if not accept_changes:
@@ -137,8 +137,8 @@ def where_to_resume(
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
             # bit.
-            chunk = source.record["loss_chunk"]
-    return job.with_settings("loss", chunk=chunk), checkpoints, source
+            loss_chunk = source.record["loss_chunk"]
+    return job.with_settings("loss", chunk=loss_chunk), checkpoints, source
 
 
 # ── Find the checkpoint ───────────────────────────────────────────────────────────────────────────

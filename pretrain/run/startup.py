@@ -147,7 +147,7 @@ def choose_microbatch(
     if smallest == 0:
         raise InputError(
             "`batch.microbatch: auto`: not even 1 pack fits into memory; by the plan, it needs "
-            f"{plan.memory_by_part}; {SAVE_MEMORY}, or a shorter `data.length`"
+            f"{plan.memory_text}; {SAVE_MEMORY}, or a shorter `data.length`"
         )
     return smallest
 

@@ -26,7 +26,7 @@ from pretrain.precision.settings import (
 # finite number is 3.4e38.
 MOST_FP32 = 1e38
 # Size of a chunk in tokens with `loss.chunk: auto`, unless a larger size is chosen.
-USUAL_CHUNK = 4096
+USUAL_LOSS_CHUNK = 4096
 # The values of a switch. YAML reads `on` without quotation marks as true, and `off` as false, so
 # these are accepted too.
 Switch = Annotated[
@@ -339,8 +339,8 @@ class LossSettings(Settings):
 
     @property
     def tokens_at_once(self) -> int:
-        """Return the number of tokens in a chunk, or USUAL_CHUNK while `chunk` is still `auto`."""
-        return USUAL_CHUNK if self.chunk == "auto" else self.chunk
+        """Return the number of tokens in a chunk: USUAL_LOSS_CHUNK while `chunk` is `auto`."""
+        return USUAL_LOSS_CHUNK if self.chunk == "auto" else self.chunk
 
     @model_validator(mode="after")
     def _penalty_has_a_weight(self) -> LossSettings:

@@ -281,7 +281,7 @@ def check_fit(recipe: Recipe, on: str, topology: str | None = None) -> None:
     schedule = PrecisionSchedule([(None, active)], training.steps)
     training = replace(training, recipe=recipe, schedule=schedule)
     plan = plan_on(devices_called(on), training, shapes, topology)
-    needed = plan.takes(plan.expected_microbatch)
+    needed = plan.needed_memory(plan.expected_microbatch)
     assert needed <= plan.devices.memory, f"{needed / GIB:.1f} GiB do not fit"
 
 

@@ -95,7 +95,9 @@ def test_published_gains_of_blackwell_are_predicted() -> None:
     """MXFP8 had 0.94 to 0.99 of the speed of FP8 per tensor, and NVFP4 1.15 and 1.20 times."""
     (point, *_) = planner_fit.published("NeMo")["B200"]
     seconds = {
-        name: sum(step_seconds(point.card, replace(point.work, precision=name, kept=kept)).values())
+        name: sum(
+            step_seconds(point.card, replace(point.work, precision=name, bf16_share=kept)).values()
+        )
         for name, kept in (("current", 0.0), ("mxfp8", 0.0), ("nvfp4", 0.125))
     }
     assert 0.95 <= seconds["current"] / seconds["mxfp8"] <= 0.97
@@ -123,10 +125,10 @@ def test_most_steps_of_a_class_lie_within_its_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "keeping_codes", "sent"),
+    ("devices", "coded_share", "sent"),
     [
         (Devices(2), 0.0, 8 / 2),
-        (Devices(2, sharded=True, gathered=True), 0.0, (2 + 4) / 2),
+        (Devices(2, sharded=True, gathered_once=True), 0.0, (2 + 4) / 2),
         (Devices(2, sharded=True), 0.0, 3 * (2 + 2 + 4) / 2),
         (Devices(2, sharded=True), 1.0, (2 + 3 * 4) / 2),
         (Devices(2, sharded=True), 0.75, (2 * 0.75 + 3 * (2 + 2) * 0.25 + 3 * 4) / 2),
@@ -135,12 +137,12 @@ def test_most_steps_of_a_class_lie_within_its_bar() -> None:
     ids=["ddp", "zero", "fsdp2", "fsdp2 in FP8", "fsdp2 in FP8 and BF16", "hsdp in FP8"],
 )
 def test_bytes_that_are_sent_in_three_microbatches(
-    devices: Devices, keeping_codes: float, sent: float
+    devices: Devices, coded_share: float, sent: float
 ) -> None:
     """Weights that are gathered for each use are gathered twice a microbatch, codes once a step."""
     work = read_rows("fit")[0].work
     sizes = {"microbatch": work.tokens // 3, "tokens": work.tokens // 3 * 3}
-    work = replace(work, devices=devices, keeping_codes=keeping_codes, **sizes)
+    work = replace(work, devices=devices, coded_share=coded_share, **sizes)
     seconds = sent * work.flops.parameters / (0.394 * 0.79 * 450e9)
     assert step_seconds(card_of("H100"), work)["communication"] == pytest.approx(seconds)
 
@@ -148,7 +150,7 @@ def test_bytes_that_are_sent_in_three_microbatches(
 def test_offloaded_moments_are_not_moved_in_the_memory_of_the_device() -> None:
     work = read_rows("fit")[0].work
     kept, offloaded = (
-        step_seconds(card_of("H200"), replace(work, offloaded=copied))["optimizer"]
+        step_seconds(card_of("H200"), replace(work, offloaded_bytes=copied))["optimizer"]
         for copied in (0, 1e-3)
     )
     assert offloaded < kept
@@ -187,7 +189,7 @@ def test_layers_with_matrices_in_bf16_are_gathered_for_each_use(
     in_bf16: dict[str, object], share: float
 ) -> None:
     run_plan = plan(devices=Devices(4, sharded=True, name="H200"), fp8_config=in_bf16)
-    assert work_of(run_plan, run_plan.precisions[0]).keeping_codes == pytest.approx(1 - share)
+    assert work_of(run_plan, run_plan.precisions[0]).coded_share == pytest.approx(1 - share)
 
 
 EAGER = {"source": "some/model", "compile": "none", "fused": "off"}

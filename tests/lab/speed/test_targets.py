@@ -63,7 +63,7 @@ def test_a_model_too_large_for_a_device_is_sharded() -> None:
         changes = {"data": {"packs": "p", "length": length}, "batch": {"tokens": 2**21}}
         alone, eight = (plan_on(f"{count} x NVIDIA H100 80GB HBM3", **changes) for count in (1, 8))
         assert (alone.devices.sharded, eight.devices.sharded) == (False, sharded)
-        assert (alone.takes(1) > alone.devices.memory) == sharded
+        assert (alone.needed_memory(1) > alone.devices.memory) == sharded
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8"])
@@ -71,7 +71,7 @@ def test_a_precision_is_sharded_if_its_microbatch_does_not_fit_otherwise(precisi
     """FP32 weights of a copy take 28 GiB and more, and the activations of 12 packs 80 to 90."""
     changes = {"weights": "fp32", "batch": {"tokens": 2**21, "microbatch": 12}}
     alone = plan_on("8xH100", precision, topology="ddp", **changes)
-    assert alone.takes(1) <= alone.devices.memory < alone.takes(12)
+    assert alone.needed_memory(1) <= alone.devices.memory < alone.needed_memory(12)
     assert plan_on("8xH100", precision, **changes).devices.sharded
 
 
@@ -82,7 +82,9 @@ def test_a_microbatch_fits_the_memory_of_the_device(target: str, gib: float) -> 
     """Every device has a memory size, not only a peak speed."""
     changes = {"data": {"packs": "p", "length": 2048}, "batch": {"tokens": 2**21}}
     plan = plan_on(target, **changes)
-    assert plan.takes(1) <= plan.takes(plan.expected_microbatch) <= 0.92 * gib * 2**30
+    assert (
+        plan.needed_memory(1) <= plan.needed_memory(plan.expected_microbatch) <= 0.92 * gib * 2**30
+    )
     assert plan.expected_microbatch < plan.packs_per_rank
 
 
@@ -118,7 +120,7 @@ def test_a_topology_replaces_the_first_that_fits(
     topology: str | None, sharded: bool, gathered: bool
 ) -> None:
     devices = plan_on("8xH100", topology=topology).devices
-    assert (devices.sharded, devices.gathered) == (sharded, gathered)
+    assert (devices.sharded, devices.gathered_once) == (sharded, gathered)
     assert not plan_on("H100", topology=topology).devices.sharded
 
 

@@ -40,7 +40,7 @@ LAYER = 50_331_648  # weights of one layer's linears
 LAYER_OF_8B = 218_103_808  # the same of Llama-3.1-8B
 TABLE = 151_936 * 2048  # weights of the embedding
 PARAMETERS = 1_720_574_976  # of the model
-ZERO = Devices(4, sharded=True, gathered=True)
+ZERO = Devices(4, sharded=True, gathered_once=True)
 FSDP2 = Devices(4, sharded=True)
 
 
@@ -87,7 +87,7 @@ def test_estimates_of_fused_layers_match_measured_peaks(
     packs, length = (8, 4096) if model == "qwen3_1_7b" else (1, 8192)
     data = {"packs": "p", "length": length}
     plan = fused(precision, devices, model=model_of(model), data=data, **EXACT, **changes)
-    assert plan.takes(packs) / GIB == pytest.approx(gib, rel=0.03)
+    assert plan.needed_memory(packs) / GIB == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(("precision", "weights", "gradients", "gib"), COMPILED)
@@ -95,7 +95,7 @@ def test_estimates_of_compiled_layers_match_measured_peaks(
     precision: str, weights: str, gradients: str, gib: float
 ) -> None:
     plan = plan_of(precision, weights=weights, optimizer={"gradients": gradients})
-    assert plan.takes(8) / GIB == pytest.approx(gib, rel=0.05)
+    assert plan.needed_memory(8) / GIB == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", ["Qwen3.5-0.8B", "Qwen3.5-4B"])
@@ -108,7 +108,9 @@ def test_estimates_of_layers_with_a_fused_mlp_match_measured_peaks(shape: str) -
             changes = HEAD if "head" in way["name"] else {}
             data = {"packs": "p", "length": recipe["data"]["length"]}
             plan = fused(way["precision"], Devices(), model=model, data=data, **EXACT, **changes)
-            assert plan.takes(way["microbatch"]) / GIB == pytest.approx(way["memory_gib"], rel=0.05)
+            assert plan.needed_memory(way["microbatch"]) / GIB == pytest.approx(
+                way["memory_gib"], rel=0.05
+            )
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -125,7 +127,7 @@ def test_the_plan_of_a_run_has_the_memory_that_it_allocated(run: dict[str, Any])
     schedule = schedule_of(run_recipe, active)
     training = Training(run_recipe, schedule, flops_of(model), mean_squared=1024.0)
     plan = plan_on(devices_called("H200"), training, model)
-    planned = plan.takes(run_recipe.batch.microbatch) / GIB
+    planned = plan.needed_memory(run_recipe.batch.microbatch) / GIB
     assert planned == pytest.approx(run["memory_gib"], rel=0.01)
 
 
@@ -137,7 +139,7 @@ def test_weights_moments_and_gradients_are_exact(
     weights: str, kept_in: str | None, size: int
 ) -> None:
     optimizer = {"moments": kept_in, "gradients": kept_in}
-    parts = plan_of(weights=weights, optimizer=optimizer).memory(1)
+    parts = plan_of(weights=weights, optimizer=optimizer).memory_parts(1)
     sizes = (parts["parameters"], parts["optimizer moments"] // 2, parts["gradients"])
     assert sizes == (size * PARAMETERS,) * 3
     assert parts.get("remainder bits", 0) == (2 * PARAMETERS if weights == "bf16_exact" else 0)
@@ -158,26 +160,28 @@ def test_offloaded_state_is_in_host_memory_and_not_on_the_device(
     for devices in (Devices(name=name), replace(ZERO, name=name)):
         with_state = plan_of("bf16", devices, **EXACT)
         offloaded = plan_of("bf16", devices, **EXACT, optimizer={"offload": offload})
-        assert offloaded.memory(1).keys() & {"optimizer moments", "remainder bits"} == on_device
+        assert (
+            offloaded.memory_parts(1).keys() & {"optimizer moments", "remainder bits"} == on_device
+        )
         assert offloaded.host_memory == host_bytes * PARAMETERS // devices.shards
-        assert with_state.takes(1) - offloaded.takes(1) == offloaded.host_memory
+        assert with_state.needed_memory(1) - offloaded.needed_memory(1) == offloaded.host_memory
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_muon_keeps_one_moment_of_each_matrix_in_layers(shards: int) -> None:
     devices = Devices(shards, sharded=shards > 1)
     plan = plan_of("bf16", devices, optimizer={"name": "muon"})
-    muon_weights = sum(item.parameter.numel() for item in find_matrix_weights(qwen3()))
-    assert muon_weights == 28 * LAYER
-    flops = replace(plan.flops, muon_weights=muon_weights)
-    moments = replace(plan, flops=flops).memory(1)["optimizer moments"]
+    hidden_weights = sum(item.parameter.numel() for item in hidden_parameters(qwen3()))
+    assert hidden_weights == 28 * LAYER
+    flops = replace(plan.flops, hidden_weights=hidden_weights)
+    moments = replace(plan, flops=flops).memory_parts(1)["optimizer moments"]
     assert moments == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
 
 
 def test_sharding_divides_weights_and_moments_and_adds_gathered_parts() -> None:
     layer = 50_336_128  # with norms
     replicated, zero, fsdp2, two_replicas = (
-        plan_of("bf16", devices, weights="fp32").memory(8)
+        plan_of("bf16", devices, weights="fp32").memory_parts(8)
         for devices in (Devices(4), ZERO, FSDP2, replace(FSDP2, replicas=2))
     )
     for parts in (zero, fsdp2):
@@ -191,14 +195,14 @@ def test_sharding_divides_weights_and_moments_and_adds_gathered_parts() -> None:
     assert fsdp2["gradients"] == pytest.approx(4 * (layer + TABLE) + PARAMETERS, rel=1e-4)
     assert two_replicas["parameters"] == 4 * PARAMETERS // 2
     model = on_meta(QWEN3 | {"tie_word_embeddings": False})
-    untied = plan_of("bf16", FSDP2, model=model, weights="fp32").memory(8)
+    untied = plan_of("bf16", FSDP2, model=model, weights="fp32").memory_parts(8)
     assert untied["gradients"] == pytest.approx(4 * TABLE + PARAMETERS + TABLE, rel=1e-4)
 
 
 def test_a_recomputed_layer_keeps_its_input_and_no_copies_of_weights() -> None:
     def parts(which: str | int) -> dict[str, int]:
         section = {"source": "m", "fused": "off", "gradient_checkpointing": which}
-        return plan_of(fused=True, section=section).memory(8)
+        return plan_of(fused=True, section=section).memory_parts(8)
 
     full, second, none = map(parts, ("full", 2, "none"))
     assert full["activations"] == 28 * 8 * 4096 * 2 * 2048
@@ -215,7 +219,7 @@ def test_caps_and_sinks_in_plain_torch_keep_scores_of_all_layers(
     model = on_meta({**QWEN3, "model_type": model_type, "num_local_experts": 2})
 
     def kept(attention: str) -> int:
-        return plan_of(model=model, fused=True, attention=attention).memory(8)["activations"]
+        return plan_of(model=model, fused=True, attention=attention).memory_parts(8)["activations"]
 
     scores = 4 * 8 * 16 * 4096**2
     assert kept("packed_sdpa") - kept("packed_fa4") == 28 * tensors * scores
@@ -235,7 +239,7 @@ def test_layers_are_gathered_unless_they_keep_codes(
     keep: dict, by_zero: int, by_fsdp2: int
 ) -> None:
     for devices, layers in ((ZERO, by_zero), (FSDP2, by_fsdp2)):
-        parts = fused("delayed", devices, **EXACT, fp8_config=keep).memory(1)
+        parts = fused("delayed", devices, **EXACT, fp8_config=keep).memory_parts(1)
         assert parts["gathered weights"] == pytest.approx(2 * (TABLE + layers * LAYER), rel=1e-3)
 
 
@@ -257,7 +261,7 @@ def test_bf16_layers_are_counted_and_only_they_copy_fp32_weights() -> None:
 def test_blackwell_keeps_one_layout_of_tensor_scaled_weights(precision: str, layouts: int) -> None:
     """Blackwell's GEMMs read operands in either layout. Block-scaled weights need two layouts."""
     hopper, blackwell = (
-        fused(precision, Devices(capability=capability), **EXACT, **HEAD).memory(1)
+        fused(precision, Devices(capability=capability), **EXACT, **HEAD).memory_parts(1)
         for capability in ((9, 0), (10, 0))
     )
     assert blackwell["quantized weights"] == layouts * hopper["quantized weights"] // 2

@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from foundation.units import GIB
 from lab.speed.speed import predict
 from pretrain.plan.memory import Devices
-from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, fits_gathered_once, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.run.job import check_host_memory, cuda_graphs, use_one_thread
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, in_phases, on_meta, plan_of
@@ -50,7 +50,7 @@ def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
     slow, fast = map(predict, (hybrid, e4m3))
     assert slow.tokens_per_second < fast.tokens_per_second and slow.gain < fast.gain
     assert "experts compute in BF16" in words(hybrid) and "experts" not in words(e4m3)
-    quantized = [plan.memory(1)["quantized weights"] for plan in (hybrid, e4m3)]
+    quantized = [plan.memory_parts(1)["quantized weights"] for plan in (hybrid, e4m3)]
     assert quantized[1] - quantized[0] == 2 * 4 * experts
 
 
@@ -139,12 +139,14 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
     With `microbatch: auto` they may reduce the packs of a microbatch, but not below 8,192 tokens.
     """
     batch = {"tokens": 131_072, "microbatch": microbatch}
-    often = plan_of(devices=Devices(4, sharded=True), batch=batch).takes(packs)
-    once = plan_of(devices=Devices(4, sharded=True, gathered=True), batch=batch).takes(packs)
+    often = plan_of(devices=Devices(4, sharded=True), batch=batch).needed_memory(packs)
+    once = plan_of(devices=Devices(4, sharded=True, gathered_once=True), batch=batch).needed_memory(
+        packs
+    )
     assert 7.3 * GIB < once - often < 7.5 * GIB
     for memory, fits in ((once / 0.91, True), (once / 0.93, False)):
         devices = Devices(4, sharded=True, memory=int(memory))
-        assert fits_gathered(plan_of(devices=devices, batch=batch)) is fits
+        assert fits_gathered_once(plan_of(devices=devices, batch=batch)) is fits
 
 
 @pytest.mark.parametrize(
@@ -202,9 +204,9 @@ def with_memory(plan: Plan, memory: int = H200) -> Plan:
 def test_an_h200_keeps_rotated_queries_with_chunks_of_4096(in_fp8: Plan) -> None:
     """Queries, keys and values have 4,096 values per token and layer in BF16."""
     run_plan = with_memory(in_fp8)
-    assert (run_plan.chunk, run_plan.loss.tokens_at_once) == (None, 4096)
+    assert (run_plan.loss_chunk, run_plan.loss.tokens_at_once) == (None, 4096)
     assert run_plan.keeps_rotated
-    assert run_plan.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
+    assert run_plan.needed_memory(8) - in_fp8.needed_memory(8) == 28 * 2 * 4096 * 32_768
     recomputed = on_an_h200(section={"source": "m", "gradient_checkpointing": "full"})
     assert not with_memory(recomputed).keeps_rotated
 
@@ -225,7 +227,7 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
     assert chunk == 4096 or chunk * words <= 2**29
     # Twice the size would be larger than the microbatch or the limit.
     assert chunk * 2 > tokens or chunk * 2 * words > 2**29
-    assert with_memory(small, small.takes(packs)).chunk is None
+    assert with_memory(small, small.needed_memory(packs)).loss_chunk is None
 
 
 @pytest.mark.parametrize(
@@ -239,13 +241,13 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
         ({"loss": {"kind": "cce"}}, "`loss.kind: cce`"),
         ({"devices": Devices(count=2)}, None),
         ({"devices": Devices(count=2, sharded=True)}, "in each microbatch"),
-        ({"devices": Devices(2, sharded=True, gathered=True)}, None),
+        ({"devices": Devices(2, sharded=True, gathered_once=True)}, None),
         ({"packs": 1}, None),
         ({"packs": 2, "devices": Devices(count=2)}, None),
         ({"devices": Devices(count=16)}, "several machines, and LOCAL_WORLD_SIZE is below"),
         ({"devices": Devices(count=16), "model": {"cuda_graphs": "on"}}, None),
-        ({"packs": 4, "devices": Devices(2, sharded=True, gathered=True)}, "every microbatch"),
-        ({"packs": 5, "devices": Devices(2, sharded=True, gathered=True)}, None),
+        ({"packs": 4, "devices": Devices(2, sharded=True, gathered_once=True)}, "every microbatch"),
+        ({"packs": 5, "devices": Devices(2, sharded=True, gathered_once=True)}, None),
         ({"config": {"embd_pdrop": 0.1}}, "dropout"),
     ],
 )
