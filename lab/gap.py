@@ -2,7 +2,7 @@
 
 A batch of held-out packs is computed in BF16, and in each low precision. All computations have the
 same weights, dropout masks and scales of the loss, so the gap shows only the effect of rounding.
-docs/developers/checks.md defines the figures.
+docs/developers/checks.md defines the distances.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def main(options: argparse.Namespace) -> int:
             with Batching(**job.batching(accelerator)).evaluation(packs, count) as microbatches:
                 batch += microbatches
         with overridden(assembly.context, quantizing=False):
-            in_bf16 = compute(batch, job, assembly, accelerator)
+            in_bf16 = loss_and_gradients(batch, job, assembly, accelerator)
         # The iterator switches the model to each precision.
         for name in in_low_precisions(job, accelerator, assembly, source):
-            low = compute(batch, job, assembly, accelerator)
+            low = loss_and_gradients(batch, job, assembly, accelerator)
             console.notice(f"\n{name}: {describe(low, in_bf16, assembly, accelerator)}")
         end_processes(accelerator)
     return 0
 
 
-def compute(
+def loss_and_gradients(
     batch: Sequence[Microbatch], job: Job, assembly: Assembly, accelerator: Accelerator
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss and the gradients of a batch in the model's present precision.
@@ -96,7 +96,9 @@ def describe(
     assembly: Assembly,
     accelerator: Accelerator,
 ) -> str:
-    """Return the distances of two results of `compute`, with a table of the gradients by layer.
+    """Return the distances of two results of `loss_and_gradients`.
+
+    The text has a table of the distances of gradients by layer.
 
     All ranks must call this function.
     """
@@ -104,13 +106,14 @@ def describe(
     bf16_loss, bf16_gradients = in_bf16
     text = f"loss {loss:.6f}, {signed(loss - bf16_loss, 6)} nats from BF16's"
     layers = decoder_layers(assembly.hf)
+    # Map each layer to the sums of `dot_products` over its parameters.
     products: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         # A parameter outside of the decoder layers belongs to its module.
         module = name.rpartition(".")[0]
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), module)
-        added = accelerator.reduce(dot_products(gradient, bf16_gradients[name]), reduction="sum")
-        products[layer] = products.get(layer, 0) + added
+        local = dot_products(gradient, bf16_gradients[name])
+        products[layer] = products.get(layer, 0) + accelerator.reduce(local, reduction="sum")
     products["all"] = torch.stack([*products.values()]).sum(0)
     rows = [[layer, *comparison_cells(*row.tolist())] for layer, row in products.items()]
     return f"{text}\n{markdown(['layer', 'distance', 'cosine', 'norm ratio'], rows)}"

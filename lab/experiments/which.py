@@ -167,10 +167,10 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
     if len(matrix.cells) < 2:
         raise InputError(f"{file}: at least two candidates are needed, the baseline first")
     keys = {key for cell in matrix.cells for key in cell.values}
-    of_recipe = [key for key in keys if not may_differ(key, served=options.served)]
-    if of_recipe:
+    refused = [key for key in keys if not may_differ(key, served=options.served)]
+    if refused:
         raise InputError(
-            f"{file}: candidates cannot set `{', '.join(sorted(of_recipe))}`; set it in the recipe"
+            f"{file}: candidates cannot set `{', '.join(sorted(refused))}`; set it in the recipe"
         )
     for cell in matrix.cells:
         merges = cell.recipe.evaluate.merge > 1
@@ -214,13 +214,15 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
     stored = Protocol(**load_object(file, "use another --run_dir"))
     # If the command line names no candidates, it accepts those of the protocol.
     names = options.precisions or list(trainings.candidates) or stored.precisions
-    now = asdict(requested_protocol(trainings, options, names))
-    before = asdict(stored)
+    requested = asdict(requested_protocol(trainings, options, names))
+    earlier = asdict(stored)
     # Values that the command line sets. The other values are measured or computed.
     fixed = ["begin_with", "margin", "precisions", "seeds", "served", "settings"]
     if options.steps:
         fixed.append("steps")
-    differences = {key: (now[key], before[key]) for key in fixed if now[key] != before[key]}
+    differences = {
+        key: (requested[key], earlier[key]) for key in fixed if requested[key] != earlier[key]
+    }
     if differences:
         raise InputError(
             f"{file}: the earlier `which` in this folder has set or chosen other values (current "
