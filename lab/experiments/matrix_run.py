@@ -247,11 +247,15 @@ def start(
         running: The running cells.
         side_by_side: True if the cell shares its devices with other cells.
     """
-    used = [started.slot for started in running]
-    # If several groups of GPUs have equally few cells, the seed decides which group is used.
-    # Otherwise a slow GPU might slow down the same settings with every seed.
-    slots = range(cell.recipe.seed, cell.recipe.seed + (matrix.slots or 0))
-    slot = min((number % len(slots) for number in slots), key=used.count, default=None)
+    slot = None
+    if matrix.slots:
+        used = [started.slot for started in running]
+        # If several groups of GPUs have equally few cells, `min` chooses the first of them. The
+        # order depends on the seed. Otherwise a slow GPU might slow down the same settings with
+        # every seed.
+        first = cell.recipe.seed
+        slots = [number % matrix.slots for number in range(first, first + matrix.slots)]
+        slot = min(slots, key=used.count)
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
