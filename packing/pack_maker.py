@@ -82,17 +82,17 @@ class PackMaker(ExitStack):
     def tokenize(self, part: PartTokens, progress: bool = False) -> None:
         """Append documents to `part` until it is complete, or until the source ends.
 
-        A part of a stream is complete if it has `window` tokens. Raises InputError if a record is
-        malformed, or if a worker dies.
+        A part of a stream is complete if it has `data.streaming.window` tokens. Raises InputError
+        if a record is malformed, or if a worker dies.
         """
-        window = math.inf
+        part_tokens = math.inf
         chunk_bytes = None
         if stream := self.settings.stream:
-            window = stream.window
+            part_tokens = stream.window
             chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, stream.window))
         results = self._workers.tokenize(self.source.chunks(part.offset, chunk_bytes))
         with Progress("tokenising", "tokens", progress, initial=part.counts.tokens) as line:
-            while part.counts.tokens < window and (result := next(results, None)):
+            while part.counts.tokens < part_tokens and (result := next(results, None)):
                 part.append(result)
                 # `line.n` is the number of tokens that the line shows.
                 line.update(part.counts.tokens - line.n)

@@ -299,13 +299,14 @@ class StreamedPacks(Packs):
         self.by_source = self.first_parts.by_source
         self.length = self.first_parts.length
         self.tokenizer = self.first_parts.tokenizer
-        windows = [source.streamed.window for source in sources.values()]
+        part_tokens = [source.streamed.window for source in sources.values()]
         tokens = [
             source.first_part.manifest["statistics"]["tokens"] for source in self.sources.values()
         ]
-        # False if every source ends in its first part, so that the first parts are an epoch.
-        self.continues = any(map(ge, tokens, windows))
-        self.fingerprint = hash_of([self.first_parts.content, windows])
+        # A part with fewer tokens ends at the end of its source. `continues` is False if this is so
+        # for the first parts of all sources. Then the first parts are an epoch.
+        self.continues = any(map(ge, tokens, part_tokens))
+        self.fingerprint = hash_of([self.first_parts.content, part_tokens])
         # The packer that this process has started, or None if another rank starts the packer.
         self.packer: PackerProcess | None = None
         self._ends = [0] * len(self.sources)

@@ -75,10 +75,11 @@ def with_tokens(
         return model
     tokenizer = data.tokenizer if data else {}
     if settings.tokenizer is not None:
-        of_packs = tokenizer.get("fingerprint")
+        packs_fingerprint = tokenizer.get("fingerprint")
         tokenizer = load_text_tokenizer(settings.tokenizer).describe()
-        of_weights = fingerprint_at(model.weights_source)
-        for owner, fingerprint in ((settings.packs, of_packs), ("`model.source`", of_weights)):
+        weights_fingerprint = fingerprint_at(model.weights_source)
+        fingerprints = {settings.packs: packs_fingerprint, "`model.source`": weights_fingerprint}
+        for owner, fingerprint in fingerprints.items():
             if fingerprint not in (None, tokenizer["fingerprint"]):
                 raise InputError(
                     f"`data.tokenizer`: {settings.tokenizer} ({tokenizer['fingerprint'][:12]}) is "
