@@ -23,7 +23,7 @@ from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
 # Number of recent losses with which the loss of a step is compared.
-WINDOW = 100
+COMPARED_LOSSES = 100
 # Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
 # suffice to measure the noise.
 FEWEST_LOSSES = 20
@@ -84,7 +84,7 @@ class StepDecision:
 class HealthState:
     """State of the health checks. It is saved in checkpoints."""
 
-    # Losses of the last WINDOW steps that had labels and were not skipped.
+    # Losses of the last COMPARED_LOSSES steps that had labels and were not skipped.
     losses: list[float] = field(default_factory=list)
     # True if the last step belonged to a spike. Used with `health.on_spike: warn` only.
     in_spike: bool = False
@@ -151,7 +151,7 @@ class Health:
             return self._decide(step, "on_spike", spike, can_go_back)
         self.state.consecutive_skips = 0
         if labelled:
-            self.state.losses = [*self.state.losses[1 - WINDOW :], loss]
+            self.state.losses = [*self.state.losses[1 - COMPARED_LOSSES :], loss]
         return StepDecision(reason=f"step {step}: {spike}" if spike else None)
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
@@ -269,9 +269,9 @@ class Health:
         """Return a description of the spike if `loss` is a spike that must be reported, else None.
 
         With `on_spike: warn` only the first step of a spike is reported, and all losses are
-        recorded. If the loss stays high, the median rises after WINDOW / 2 steps, and the spike
-        ends. With `skip` or `rollback`, every step of a spike is reported, and the losses of a
-        spike are not recorded.
+        recorded. If the loss stays high, the median rises after COMPARED_LOSSES / 2 steps, and the
+        spike ends. With `skip` or `rollback`, every step of a spike is reported, and the losses of
+        a spike are not recorded.
         """
         losses = self.state.losses
         if len(losses) < FEWEST_LOSSES:
