@@ -357,8 +357,10 @@ def with_topology(
     if is_true(environ, "ACCELERATE_USE_FSDP"):
         on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
         replicas = _check_mesh(environ, processes)
-        ignored += _correct_fsdp(environ, is_sharded=replicas < processes, on_cpus=on_cpus)
-        replicas = replicas if replicas < processes else 1
+        is_sharded = replicas < processes
+        ignored += _correct_fsdp(environ, is_sharded=is_sharded, on_cpus=on_cpus)
+        if not is_sharded:
+            replicas = 1
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
