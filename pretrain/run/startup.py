@@ -188,7 +188,7 @@ def largest_that_fits(
         # function after eight compilations.
         torch.compiler.reset()
         try:
-            _try(
+            _run_two_passes(
                 model,
                 accelerator,
                 first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
@@ -200,10 +200,10 @@ def largest_that_fits(
             used = limit + 1
         return largest_over_ranks(accelerator, used)
 
-    return grow(sorted(sizes), limit, most_used, half / length)
+    return largest_size_within(sorted(sizes), limit, most_used, half / length)
 
 
-def grow(
+def largest_size_within(
     sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
 ) -> int:
     """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
@@ -243,7 +243,9 @@ def grow(
     return largest
 
 
-def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch) -> None:
+def _run_two_passes(
+    model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
+) -> None:
     """Run two forward and backward passes of `batch`, and then clear the gradients.
 
     On a GPU, the peak statistics of memory are reset first. The caller reads the peak afterwards.
@@ -277,7 +279,7 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
 
 # Settings that lower the memory of a run. The setting that saves the most comes first. This order
 # holds for a run without such settings.
-TAKES_LESS = (
+LESS_MEMORY = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
@@ -308,9 +310,9 @@ def explaining_errors() -> Iterator[None]:
             raise
         raise InputError(
             f"out of memory: {one_line(error)}. To reduce memory, choose one of: "
-            f"{TAKES_LESS}; `--plan` prints the memory of a recipe. The checkpoints are intact: to "
-            "continue, start the same command with one of these settings. If you change `weights` "
-            "or `optimizer.moments`, also pass --accept-changes"
+            f"{LESS_MEMORY}; `--plan` prints the memory of a recipe. The checkpoints are intact: "
+            "to continue, start the same command with one of these settings. If you change "
+            "`weights` or `optimizer.moments`, also pass --accept-changes"
         ) from None
 
 
@@ -356,7 +358,9 @@ def _compare_first_step(run: Run) -> Parity | str:
             "the check compares only step 0, but this run starts with the weights of step "
             f"{run.state.step:,}"
         )
-    if largest_over_ranks(accelerator, int(not _fits(run.job, model, accelerator.device))):
+    if largest_over_ranks(
+        accelerator, int(not _plain_model_fits(run.job, model, accelerator.device))
+    ):
         return (
             "plain transformers in FP32 does not fit into memory beside the run "
             f"({PLAIN_BYTES} bytes per parameter)"
@@ -384,7 +388,7 @@ def _compare_first_step(run: Run) -> Parity | str:
     )
 
 
-def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
+def _plain_model_fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
     """Return whether plain transformers in FP32 fits into this device's memory beside the model."""
     if device.type != "cuda":
         return True

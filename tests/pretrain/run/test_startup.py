@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.run.startup import grow, largest_that_fits
+from pretrain.run.startup import largest_size_within, largest_that_fits
 from tests.pretrain.small_models import build_model, random_packs
 
 LENGTH = 8
@@ -98,7 +98,7 @@ def test_a_microbatch_grows_to_the_largest_that_fits(
         tried.append(packs)
         return int(constant + linear * packs + quadratic * packs**2)
 
-    assert grow([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
+    assert largest_size_within([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
     assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
     assert all(later <= 4 * earlier for earlier, later in pairwise(tried))
     if not quadratic and expected:
