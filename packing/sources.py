@@ -311,16 +311,15 @@ class FileSource:
         if suffix_of(path) == ".json" and _has_array(path):
             yield from self._array_chunks(path, size, offset)
             return
-        # Offset in the file, in bytes.
-        at = offset.get("at", 0)
+        byte_offset = offset.get("at", 0)
         line = offset.get("line", 1)
         with open_stream(path) as stream:
             if stream.seekable():
-                stream.seek(at)
+                stream.seek(byte_offset)
             else:
                 # Read a compressed file up to the offset, because its stream cannot seek.
-                for skipped in range(0, at, CHUNK_BYTES):
-                    stream.read(min(CHUNK_BYTES, at - skipped))
+                for skipped in range(0, byte_offset, CHUNK_BYTES):
+                    stream.read(min(CHUNK_BYTES, byte_offset - skipped))
             pending = bytearray()
             # The ends of chunks are the ends of a stream's parts, so they never change. The empty
             # block at the end yields the bytes that are still pending: a last line without a
@@ -333,9 +332,10 @@ class FileSource:
                 if payload := bytes(pending[:cut]):
                     del pending[:cut]
                     first = line
-                    at += cut
+                    byte_offset += cut
                     line += payload.count(b"\n")
-                    yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
+                    after = {"at": byte_offset, "line": line}
+                    yield Chunk("jsonl", f"{path}:", first, payload, after)
 
     def _array_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
@@ -360,8 +360,8 @@ class FileSource:
         with open_stream(path) as stream, csv.open_csv(stream, reading, parsing) as reader:
             names = reader.schema.names
         # Read the file again, with the chosen columns as texts. A name may occur twice in `names`.
-        read = self.records.read_columns or names
-        columns = [*dict.fromkeys(name for name in names if name in read)]
+        read_columns = self.records.read_columns or names
+        columns = [*dict.fromkeys(name for name in names if name in read_columns)]
         texts = csv.ConvertOptions(
             column_types=dict.fromkeys(columns, pa.string()), include_columns=columns
         )
@@ -380,7 +380,7 @@ class FileSource:
         """Yield chunks of rows. Row groups before `offset` are not read."""
         import pyarrow.parquet as pq
 
-        at = offset.get("at", 0)
+        next_row = offset.get("at", 0)
         with (
             open_stream(path) as stream,
             pq.ParquetFile(stream, page_checksum_verification=True) as file,
@@ -388,7 +388,7 @@ class FileSource:
             names = file.schema_arrow.names
             groups = range(file.num_row_groups)
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
-            first_group = bisect_right(ends, at)
+            first_group = bisect_right(ends, next_row)
             first_row = ends[first_group - 1] if first_group else 0
             batches = file.iter_batches(
                 _ROWS,
@@ -401,7 +401,7 @@ class FileSource:
                 names,
                 self.records,
                 origin=str(path),
-                next_row=at,
+                next_row=next_row,
                 first_row=first_row,
                 size=size,
             )
@@ -457,11 +457,11 @@ class DatasetSource:
         first_row_of_batch = row - begin.get("skip", 0)
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
-        read = self.records.read_columns
+        read_columns = self.records.read_columns
         # Names of all columns, or an empty list if the dataset does not state them.
         names = list(data.features or ())
         if names:
-            data = data.select_columns([name for name in names if name in read])
+            data = data.select_columns([name for name in names if name in read_columns])
         data = data.with_format("arrow")
         try:
             if state_before is not None:
@@ -469,11 +469,11 @@ class DatasetSource:
             for table in data.iter(_ROWS):
                 # All columns, because `_table_chunks` checks that no required one is missing.
                 columns = names or table.schema.names
-                tables = [table.select([name for name in table.schema.names if name in read])]
+                selected = [name for name in table.schema.names if name in read_columns]
                 # When reading resumes within a batch, the dataset yields the batch from its first
                 # row. `_table_chunks` skips the rows before `next_row`, which were read earlier.
                 for chunk in _table_chunks(
-                    tables,
+                    [table.select(selected)],
                     columns,
                     self.records,
                     origin=self.name,
@@ -500,7 +500,7 @@ class DatasetSource:
 
         settings = self.settings
         # RuntimeError is raised for a dataset with a loading script, because its code is not run.
-        kinds = (
+        refusals = (
             OSError,
             ValueError,
             LookupError,
@@ -513,7 +513,7 @@ class DatasetSource:
             f"can be loaded with `data.subset: {settings.subset}` and `data.split: "
             f"{settings.split}`"
         )
-        with as_input_error(kinds, what, "correct these keys, or check the network"):
+        with as_input_error(refusals, what, "correct these keys, or check the network"):
             if self.is_local:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):
