@@ -183,13 +183,16 @@ def group_names(runs: Sequence[RunRecord]) -> list[str]:
     repetitions: Counter[tuple[str, int]] = Counter()
     groups = []
     for run in runs:
-        training = str(_settings(run)), run.config["seed"]
-        groups.append((training[0], repetitions[training]))
+        settings = str(_settings(run))
+        training = settings, run.config["seed"]
+        groups.append((settings, repetitions[training]))
         repetitions[training] += 1
     first_runs: dict[tuple[str, int], RunRecord] = {}
     for group, run in zip(groups, runs, strict=True):
         first_runs.setdefault(group, run)
-    names = [_without_seed(run) or run.name for run in first_runs.values()]
+    names = [
+        _SEED_IN_A_NAME.sub("", run.name).strip("-_.,") or run.name for run in first_runs.values()
+    ]
     by_group = dict(zip(first_runs, unique_names(names, [*first_runs.values()]), strict=True))
     return [by_group[group] for group in groups]
 
@@ -204,11 +207,6 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
         name if names.count(name) == 1 else str(run.path)
         for name, run in zip(names, runs, strict=True)
     ]
-
-
-def _without_seed(run: RunRecord) -> str:
-    """Return the name of a run without a part such as "seed=3"."""
-    return _SEED_IN_A_NAME.sub("", run.name).strip("-_.,")
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:

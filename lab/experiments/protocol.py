@@ -98,9 +98,9 @@ class Rounds:
 
         On several GPUs, the runs are counted as waves of `at_once` runs that take equally long.
         """
-        runs = [self._seconds_of(name) for name in (self.protocol.base, *candidates)]
-        waves = math.ceil(rounds * len(runs) / self.at_once)
-        return waves * statistics.fmean(runs)
+        seconds = [self._seconds_of(name) for name in (self.protocol.base, *candidates)]
+        waves = math.ceil(rounds * len(seconds) / self.at_once)
+        return waves * statistics.fmean(seconds)
 
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one run of `name`, the baseline or a candidate.

@@ -274,12 +274,8 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
         )
     build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
     optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
-
-    def take_value(name: str) -> Tensor | None:
-        # Remove the value, so that its memory is free when the parameter has it.
-        return built.values.pop(name, None)
-
-    set_weights(built.hf, take_value, optimizer)
+    # Remove each value, so that its memory is free when the parameter has it.
+    set_weights(built.hf, lambda name: built.values.pop(name, None), optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
     return Assembly(

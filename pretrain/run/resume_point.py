@@ -199,11 +199,6 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     }
 
 
-def present_schedule(job: Job) -> RateSchedule:
-    """Return the schedule of the job's learning rate."""
-    return job.recipe.schedule, job.recipe.optimizer.learning_rate, job.plan.steps
-
-
 def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
     """Return the schedule of a checkpoint's learning rate.
 
@@ -277,7 +272,7 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     """
     progress = record["progress"]
     saved = saved_schedule(record)
-    present = present_schedule(job)
+    present = job.recipe.schedule, job.recipe.optimizer.learning_rate, job.plan.steps
     if saved == present:
         return True
     precisions = job.plan.schedule
