@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError, as_input_error
 from foundation.units import plural
-from packing.records import UNTRAINED, Records
+from packing.records import UNTRAINED, WITHOUT_COLUMNS, Records
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
@@ -231,8 +231,9 @@ def column_names(chunk: Chunk) -> set[str]:
     """Return the names of all columns in the records of `chunk`. Skip unreadable records."""
     names = set(chunk.columns)
     for _, record in _records(chunk):
-        with suppress(ValueError):
-            names.update(_parsed(record, Records((), ())) if isinstance(record, bytes) else ())
+        if isinstance(record, bytes):
+            with suppress(ValueError):
+                names.update(_parsed(record, WITHOUT_COLUMNS))
     return names
 
 

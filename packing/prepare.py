@@ -24,7 +24,7 @@ from foundation.storage import is_address
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, require_documents
 from packing.pack_maker import PackMaker, content_settings, usable_cores
-from packing.records import CHAT_TEMPLATE, Records, chat_template, records_of
+from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, chat_template, records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source, refuse_common_files
 from packing.store import all_sources, find_splits, folder_of, is_there, training_sources
@@ -81,14 +81,15 @@ def _is_rank() -> bool:
 def _has_changed(source: DataSettings) -> bool:
     """Return True if the source has changed since its packs were prepared. The packs must exist.
 
-    Return False if the packs do not record the identity of their source. Also return False if the
-    source is in object storage, because its objects would have to be copied.
+    Also return True if the source cannot be opened any more. Return False if the packs do not
+    record the identity of their source, or if the source is in object storage, because its objects
+    would have to be copied.
     """
     recorded = read_manifest(folder_of(source))["statistics"].get("source_identity")
     if recorded is None or is_address(str(source.source)):
         return False
     with suppress(InputError, OSError):
-        opened = open_source(source, Records((), ()))
+        opened = open_source(source, WITHOUT_COLUMNS)
         # If a folder was removed, the source may be opened as a dataset on the hub with that name.
         return not opened.is_local or opened.identity != recorded
     return True

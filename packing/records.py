@@ -128,6 +128,10 @@ class Records:
         raise NotImplementedError
 
 
+# Rule for callers that read columns and no documents.
+WITHOUT_COLUMNS = Records((), ())
+
+
 @dataclass(frozen=True)
 class TextTemplate(Records):
     """Rule that reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
@@ -227,13 +231,13 @@ class ChatColumns(Records):
             return None
         tools = self._tools(record)
         chat = self._with_arguments(chat, tools)
-        text, passages = self._render(chat, tools)
+        text, marked_spans = self._render(chat, tools)
         self._check_prompts(chat, text, tools)
         trained = [number for number in trained if self._is_written(chat, number, text, tools)]
         if _MARKED.search(self.template):
-            spans = _passages_of(trained, answers, passages)
+            spans = _trained_spans(trained, answers, marked_spans)
         else:
-            spans = self._after_prompts(chat, trained, text, tools)
+            spans = self._spans_after_prompts(chat, trained, text, tools)
         spans = [(start, end) for start, end in spans if start < end]
         if not spans:
             raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
@@ -246,7 +250,7 @@ class ChatColumns(Records):
     ) -> Iterator[np.ndarray]:
         encodings = encode_texts(tokenizer, [text for text, _ in chats], tokenizer.encode_batch)
         for (_, spans), parts in zip(chats, encodings, strict=True):
-            ids = np.concatenate([_marked(part.ids, part.offsets, spans) for part in parts])
+            ids = np.concatenate([_mark_untrained(part.ids, part.offsets, spans) for part in parts])
             if (ids < UNTRAINED).any():
                 yield ids
 
@@ -275,7 +279,8 @@ class ChatColumns(Records):
                 values[keys.get(key, key)] = item
         role = values.get("role")
         if keys:
-            values["role"] = role = _SHAREGPT_ROLES.get(str(role), role)
+            role = _SHAREGPT_ROLES.get(str(role), role)
+            values["role"] = role
         if role not in _ROLES and not _has_word(self.template, str(role)):
             raise ValueError(
                 f"a message has the role {role}, which is neither a usual role nor in the chat "
@@ -306,8 +311,8 @@ class ChatColumns(Records):
 
     def _has_loss(self, answer: dict[str, Any]) -> bool:
         """Return True if the template writes something of an answer, and its weight is not 0."""
-        has_words = _words(answer) or any(map(self._reads, answer.keys() - _MESSAGE_KEYS))
-        return bool(has_words and answer.get("weight", 1))
+        has_text = _content_of(answer) or any(map(self._reads, answer.keys() - _MESSAGE_KEYS))
+        return bool(has_text and answer.get("weight", 1))
 
     def _reads(self, key: str) -> bool:
         """Return True if the template has the name of a message's key, or another name for it."""
@@ -342,7 +347,7 @@ class ChatColumns(Records):
         `_is_written` describes the arguments.
         """
         for number, message in enumerate(chat):
-            must_be_written = message["role"] != "assistant" and _words(message)
+            must_be_written = message["role"] != "assistant" and _content_of(message)
             if must_be_written and not self._is_written(chat, number, text, tools):
                 raise ValueError(
                     f"the chat template does not write message {number + 1}, whose role is "
@@ -358,14 +363,14 @@ class ChatColumns(Records):
         tool's result, such as a number, may also be elsewhere in the chat, so it is not searched.
         """
         role = chat[number]["role"]
-        words = _words(chat[number])
-        if role in ("system", "user", "assistant") and words and words in text:
+        content = _content_of(chat[number])
+        if role in ("system", "user", "assistant") and content and content in text:
             return True
         blank = {"role": role, "content": ""}
         # A template that rejects a blank message reads the message's content.
         return self._text([*chat[:number], blank, *chat[number + 1 :]], tools) != text
 
-    def _after_prompts(
+    def _spans_after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
         """Return the span of each answer, for a template that does not mark answers.
@@ -438,28 +443,28 @@ class ChatColumns(Records):
         return texts[0], spans[0] if spans else []
 
 
-def _passages_of(
-    trained: list[int], answers: list[int], passages: list[tuple[int, int]]
+def _trained_spans(
+    trained: list[int], answers: list[int], marked_spans: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the marked passages of the answers that have a loss.
+    """Return the marked spans of the answers that have a loss.
 
     Args:
         trained: Indices of the answers that have a loss.
         answers: Indices of all answers.
-        passages: Spans that the template marks in all answers.
+        marked_spans: Spans that the template marks in all answers.
     """
     if trained == answers:
-        return passages
-    if len(passages) != len(answers):
+        return marked_spans
+    if len(marked_spans) != len(answers):
         raise ValueError(
-            f"the chat template marks {len(passages)} passages in {len(answers)} answers, so "
+            f"the chat template marks {len(marked_spans)} passages in {len(answers)} answers, so "
             "answers without a loss cannot be identified; mark one passage in each answer"
         )
-    by_answer = dict(zip(answers, passages, strict=True))
+    by_answer = dict(zip(answers, marked_spans, strict=True))
     return [by_answer[number] for number in trained]
 
 
-def _marked(ids: Any, offsets: Any, spans: list[tuple[int, int]]) -> np.ndarray:
+def _mark_untrained(ids: Any, offsets: Any, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return token ids as an array, with the bit `UNTRAINED` in tokens without a loss.
 
     `offsets` are the first character of each token and the character after it. A token has a loss
@@ -565,7 +570,7 @@ def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:
     return objects
 
 
-def _words(message: dict[str, Any]) -> str:
+def _content_of(message: dict[str, Any]) -> str:
     """Return the content of a message without blanks at its ends."""
     return (message.get("content") or "").strip()
 
