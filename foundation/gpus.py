@@ -23,8 +23,12 @@ def visible_gpus() -> list[str]:
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
         count = _count_by_cuda()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    return [name.strip() for name in names if name.strip() not in ("", "-1")][:count]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(map(str, range(count)))
+    names = map(str.strip, visible.split(","))
+    # The number -1 is no GPU.
+    return [name for name in names if name not in ("", "-1")][:count]
 
 
 def used_memory() -> list[float]:

@@ -149,5 +149,7 @@ def download(storage: Any, objects: Mapping[Path, Mapping[str, Any]]) -> None:
     names = [details["name"] for details in objects.values()]
     say(f"copying {plural(len(names), 'object')} from object storage", bool(names))
     storage.get(names, [str(copy) for copy in objects])
+    # Copies are recognised by the modification time (see `fetch`).
     for copy, details in objects.items():
-        os.utime(copy, (_version(details),) * 2)
+        version = _version(details)
+        os.utime(copy, (version, version))

@@ -97,7 +97,9 @@ def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin
     words = np.array(encoding.word_ids, np.int64)
     starts_word = np.diff(words, prepend=0) != 0
-    strength = 2 * starts_word + isinstance(tokenizer.model, BPE)
+    # Only the text of a BPE model may also be cut within a word.
+    in_word = int(isinstance(tokenizer.model, BPE))
+    strength = np.where(starts_word, in_word + 2, in_word)
     # The text is not cut between tokens that share a character, such as its bytes.
     previous_ends = np.roll(offsets[:, 1], 1)
     boundary = np.where(previous_ends <= offsets[:, 0], strength, 0)

@@ -93,7 +93,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
         position = read_position(settings.packs, makers)
         for name, start in position["starts"].items():
             starts[name] = keep_parts(sources[name].packs, PartStart(**start), starts[name])
-        name = min(starts, key=lambda name: starts[name][-1].first / shares[name])
+        # The run needs the next part of this source first.
+        name = min(starts, key=lambda source: starts[source][-1].first / shares[source])
         start = starts[name][-1]
         if laid_out != (name, start):
             arranged, epoch = make_part(makers[name], start)

@@ -77,11 +77,12 @@ def validation_source(settings: DataSettings) -> DataSettings | None:
     # The name of the current folder is only in its absolute path.
     folder = settings.packs if settings.packs.name else settings.packs.absolute()
     packs = Path(f"{folder}-validation")
+    streaming = settings.streaming
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
-    name = str(validation.source)
-    is_remote = not (Path(name).exists() or files_of(name) or is_address(name))
-    streaming = is_remote if settings.stream else settings.streaming
+    if settings.stream:
+        name = str(validation.source)
+        streaming = not (Path(name).exists() or files_of(name) or is_address(name))
     return settings.for_source(validation, packs, held_out=0.0, streaming=streaming)
 
 

@@ -245,6 +245,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
             f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is not a quantized precision; set "
             "`mixed_precision: bf16` for BF16, or `mixed_precision: 'no'` for FP32"
         )
+    # Drop defaults that Accelerate has inserted and the precision does not accept.
     for key, default in _ACCELERATE_DEFAULTS.items():
         if key not in precision.options and values.get(key) == default:
             del values[key]

@@ -151,7 +151,7 @@ class Health:
             return self._decide(step, "on_spike", spike, can_go_back)
         self.state.consecutive_skips = 0
         if labelled:
-            self.state.losses = [*self.state.losses[1 - COMPARED_LOSSES :], loss]
+            self.state.losses = [*self.state.losses, loss][-COMPARED_LOSSES:]
         return StepDecision(reason=f"step {step}: {spike}" if spike else None)
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
