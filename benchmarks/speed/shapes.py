@@ -40,7 +40,7 @@ from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.units import TERA, markdown, percent
 from pretrain.metrics.cards import bf16_peak
-from pretrain.metrics.flops import ModelFlops, nanogpt
+from pretrain.metrics.flops import ModelFlops, flops_of_nanogpt
 from pretrain.model.configuration import load_config
 from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import is_quantized
@@ -363,7 +363,7 @@ def add_mfu(
         if way["status"] == "ok" and peak_tflops:
             speed = way["tokens_per_second"]["median"] / TERA / peak_tflops
             way["mfu"] = flops.step(1, squared_lengths) * speed
-            way["mfu_nanogpt"] = nanogpt(flops, length) * speed
+            way["mfu_nanogpt"] = flops_of_nanogpt(flops, length) * speed
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -277,7 +277,7 @@ def _split_experts(
     return experts, routers
 
 
-def nanogpt(model: ModelFlops, length: int) -> float:
+def flops_of_nanogpt(model: ModelFlops, length: int) -> float:
     """Return the training FLOPs per token by the formula of nanoGPT, 6N + 12LHQT.
 
     The FLOPs are for forward and backward together, for sequences of `length` tokens. N is the

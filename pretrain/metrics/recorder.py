@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from foundation.units import GIB, TERA
-from pretrain.metrics.flops import ModelFlops, nanogpt
+from pretrain.metrics.flops import ModelFlops, flops_of_nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
 
 
@@ -88,7 +88,7 @@ class Recorder:
             }
             if self.peak_tflops is not None:
                 flops_per_second = (
-                    nanogpt(self.flops, self.pack_length) * record["tokens_per_second"]
+                    flops_of_nanogpt(self.flops, self.pack_length) * record["tokens_per_second"]
                 )
                 record |= {
                     "peak_tflops": self.peak_tflops,

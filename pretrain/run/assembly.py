@@ -167,30 +167,30 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 def build_model(job: Job, accelerator: Accelerator) -> Built:
     """Build the Hugging Face model. All ranks must call this function, and get the same weights."""
     recipe = job.recipe
-    exact = recipe.weights == "bf16_exact"
-    weights = torch.float32 if exact else job.weight_dtype
+    is_exact = recipe.weights == "bf16_exact"
+    value_dtype = torch.float32 if is_exact else job.weight_dtype
     if accelerator.is_fsdp2:
-        return Built(
-            *build_on_first_rank(
-                recipe.model,
-                job.shapes.config,
-                accelerator,
-                value_dtype=weights,
-                parameter_dtype=job.weight_dtype,
-                seed=recipe.seed,
-                backend=job.plan.attention.name,
-            )
+        hf, values = build_on_first_rank(
+            recipe.model,
+            job.shapes.config,
+            accelerator,
+            value_dtype=value_dtype,
+            parameter_dtype=job.weight_dtype,
+            seed=recipe.seed,
+            backend=job.plan.attention.name,
         )
+        return Built(hf, values)
     hf = build(
         recipe.model,
         job.shapes.config,
-        weights=weights,
+        weights=value_dtype,
         seed=recipe.seed,
         device=accelerator.device,
         backend=job.plan.attention.name,
     )
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
-    return Built(hf, round_weights(hf, job.weight_dtype) if exact else {})
+    unrounded = round_weights(hf, job.weight_dtype) if is_exact else {}
+    return Built(hf, unrounded)
 
 
 def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted:

@@ -439,10 +439,12 @@ def check_host_memory(plan: Plan, processes: int, free: int) -> None:
 def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
     """Return the properties of this launch's devices that the plan uses."""
     uses_hardware = any(active.engine == "transformer_engine" for _, active in phases)
+    name, device_bytes = device_of(accelerator)
     return Devices(
         accelerator.num_processes,
-        accelerator.is_fsdp2,
-        *device_of(accelerator),
+        sharded=accelerator.is_fsdp2,
+        name=name,
+        memory=device_bytes,
         gathered_once=gathers_once_a_step(accelerator),
         replicas=replicas_of(accelerator),
         # The capability is needed only for products of Transformer Engine, because emulation needs

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import InputError
-from pretrain.metrics.flops import ModelFlops, nanogpt
+from pretrain.metrics.flops import ModelFlops, flops_of_nanogpt
 from tests.pretrain.plan.plan_recipe import on_meta
 
 TINY = {
@@ -90,7 +90,7 @@ MODELS = {
 }
 FORMULAS = {
     "ours": lambda model, length: model.step(length, length**2) / length,
-    "nanogpt": nanogpt,
+    "nanogpt": flops_of_nanogpt,
 }
 LENGTHS = {"GPT-2 124M": 1024, "Qwen3-1.7B": 4096, "Llama-3.1-8B": 8192}
 
