@@ -363,11 +363,11 @@ def _make_cell(
             "the matrix file"
         )
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-    last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
-    recipe = load_recipe(settings.recipe, [*last.values()])
+    by_key = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
+    recipe = load_recipe(settings.recipe, [*by_key.values()])
     recipe = with_precision(recipe, dict(environment))
     recipe = with_weights(recipe, on_gpu=on_gpu)
-    return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
+    return Cell(name, values, tuple(by_key.values()), recipe, Path(run_dir))
 
 
 def key_of(override: str) -> str:

@@ -170,7 +170,7 @@ def _loss(protocol: Protocol, verdict: Verdict, difference: LossDifference | Non
         return UNKNOWN
     if verdict.word == BASELINE:
         return f"{difference.baseline:.4f}"
-    percent = 100 / difference.baseline
-    half = difference.half_width(protocol.error)
-    interval = "" if half is None else f" ± {percent * half:.3f}"
-    return f"{signed(percent * difference.mean, 3)}{interval} %"
+    to_percent = 100 / difference.baseline
+    half_width = difference.half_width(protocol.error)
+    interval = "" if half_width is None else f" ± {to_percent * half_width:.3f}"
+    return f"{signed(to_percent * difference.mean, 3)}{interval} %"

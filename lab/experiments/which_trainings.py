@@ -113,8 +113,8 @@ class WhichTrainings:
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
         # run replaces by its seed. So the setting has the same value for all seeds, and reports can
         # group the runs of different seeds.
-        baseline = f"{self.folder}/rounds/{protocol.base}-seed={{seed}}"
-        trunk = f"{baseline}/checkpoints/step-{protocol.trunk:08d}"
+        base_run = f"{self.folder}/rounds/{protocol.base}-seed={{seed}}"
+        branch_from = f"{base_run}/checkpoints/step-{protocol.trunk:08d}"
         schedule = self.recipe.schedule
         longest_warmup = max(1, protocol.trunk // 2)
         common: Values = {
@@ -139,7 +139,7 @@ class WhichTrainings:
             elif name == protocol.base:
                 values["checkpoint.every"] = protocol.trunk
             else:
-                values["train.begin_with"] = trunk
+                values["train.begin_with"] = branch_from
             # Keep all checkpoints, so that none is deleted from which candidates branch, or which
             # `evaluate.merge` averages. An interrupted run saves additional checkpoints.
             values["checkpoint.keep"] = protocol.steps

@@ -106,11 +106,14 @@ def _trainings_in_precisions(
     recipe = with_precision(with_default, os.environ)
     # Open the packs once for all precisions.
     data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
-    with_shapes = training_elsewhere(recipe, overrides, data)
-    schedule = with_shapes[0].schedule
+    training, shapes = training_elsewhere(recipe, overrides, data)
+    # A label is a precision, which +head follows if the head is quantized too.
+    label = training.schedule.label
     head = recipe.fp8_config.scope.removeprefix("linear")
     # Without a quantized phase, the scope has no meaning.
-    trainings = {schedule.label + (head if schedule.quantizes else ""): with_shapes}
+    if training.schedule.quantizes:
+        label += head
+    trainings = {label: (training, shapes)}
     labels = [BF16.name]
     if loaded.precision is None:
         labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
