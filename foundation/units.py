@@ -57,6 +57,11 @@ def memory(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 0.9995 else f"{gib * 1024:.0f} MiB"
 
 
+def bytes_text(size: float) -> str:
+    """Format a memory size in bytes, like `memory`."""
+    return memory(size / GIB)
+
+
 def percent(share: float) -> str:
     """Format a share between 0 and 1 as 49.6 %."""
     return f"{share * 100:.1f} %"

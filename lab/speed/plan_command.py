@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import GIB, UNKNOWN, or_dash, table, with_bar, wrap
+from foundation.units import UNKNOWN, bytes_text, or_dash, table, with_bar
 from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
@@ -185,9 +185,9 @@ def _row(
     """
     devices = plan.devices
     size = plan.expected_microbatch
-    needed = units.memory(plan.needed_memory(size) / GIB)
+    needed = bytes_text(plan.needed_memory(size))
     if plan.host_memory:
-        needed += f" + {units.memory(plan.host_memory / GIB)} host"
+        needed += f" + {bytes_text(plan.host_memory)} host"
     if fits(plan):
         speed = prediction.tokens_per_second
         speed_text = with_bar(speed, prediction.bar, ",.0f")

@@ -37,7 +37,7 @@ from torch import Tensor
 from foundation.errors import InputError, one_line
 from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes, remove_tree
 from foundation.reading import load_object
-from foundation.units import GIB, memory
+from foundation.units import bytes_text
 from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.folders import STATE, averaged, step_folder, step_folders, step_of
 from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, write_tensors
@@ -605,7 +605,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise InputError(
-            f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are "
+            f"{folder}: checkpoints need {bytes_text(needed)}, and {bytes_text(free)} are "
             "free; either free disk space, or set another `run_dir`, or lower `checkpoint.keep`"
         )
 

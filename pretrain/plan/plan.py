@@ -24,7 +24,7 @@ from functools import cached_property, partial
 import torch
 from transformers import PreTrainedModel
 
-from foundation import units
+from foundation.units import bytes_text
 from packing.order import Mixture
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.attention import Case, Choice, choose
@@ -252,7 +252,7 @@ class Plan(Training):
     def memory_text(self) -> str:
         """Return the parts of the expected memory as text: "parameters 3.2 GiB, ..."."""
         parts = self.memory_parts(self.expected_microbatch)
-        return ", ".join(f"{name} {units.memory(size / units.GIB)}" for name, size in parts.items())
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
 
     @property
     def host_memory(self) -> int:
@@ -273,13 +273,13 @@ class Plan(Training):
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
         recipe = self.recipe
-        needed = self.needed_memory(self.expected_microbatch) / units.GIB
-        available = self.devices.memory / units.GIB
+        needed = self.needed_memory(self.expected_microbatch)
+        available = self.devices.memory
         warnings = []
         if needed > available:
             warnings.append(
-                f"a device needs about {units.memory(needed)}, which may not fit into its memory "
-                f"of {units.memory(available)}: {self.memory_text}; {SAVE_MEMORY}"
+                f"a device needs about {bytes_text(needed)}, which may not fit into its "
+                f"memory of {bytes_text(available)}: {self.memory_text}; {SAVE_MEMORY}"
             )
         if recipe.weights == "bf16":
             warnings.append(

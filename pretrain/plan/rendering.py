@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from foundation import units
-from foundation.units import GIB, plural
+from foundation.units import bytes_text, plural
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan, Training
 
@@ -149,15 +149,15 @@ def _memory_lines(plan: Plan) -> list[str]:
     searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"
     parts = plan.memory_parts(size)
     longest = max(map(len, parts))
-    total = units.memory(sum(parts.values()) / GIB)
-    available = units.memory(plan.devices.memory / GIB)
+    total = bytes_text(sum(parts.values()))
+    available = bytes_text(plan.devices.memory)
     line = (
         f"about {total} of {available} per device for tensors, with {plural(size, 'pack')} per "
         f"microbatch{searched}"
     )
     if plan.host_memory:
-        line += f", and {units.memory(plan.host_memory / GIB)} of host memory (optimizer.offload)"
+        line += f", and {bytes_text(plan.host_memory)} of host memory (optimizer.offload)"
     lines = [line]
     for name, part in parts.items():
-        lines.append(f"  {name:<{longest}}  {units.memory(part / GIB):>9}")
+        lines.append(f"  {name:<{longest}}  {bytes_text(part):>9}")
     return lines

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from foundation.units import GIB, memory
+from foundation.units import bytes_text
 from packing.batch import BatchStream
 from packing.order import MixedPacks
 from packing.store import notes_of
@@ -430,8 +430,8 @@ def check_host_memory(plan: Plan, processes: int, free: int) -> None:
     if needed > free:
         raise InputError(
             f"`optimizer.offload: {plan.recipe.optimizer.offload}` needs "
-            f"{memory(needed / GIB)} of free memory for the processes on this host, and "
-            f"{memory(free / GIB)} are free; either free host memory, or set "
+            f"{bytes_text(needed)} of free memory for the processes on this host, and "
+            f"{bytes_text(free)} are free; either free host memory, or set "
             "`optimizer.moments: bf16` or `optimizer.offload: none`"
         )
 
