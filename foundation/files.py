@@ -178,12 +178,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def free_bytes(path: Path) -> int:
     """Return the number of free bytes on the disk of `path`.
 
-    `path` need not exist. Its nearest existing parent folder determines the disk.
+    `path` need not exist (see `nearest_existing`).
     """
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent folder that exists, as an absolute path."""
     path = path.absolute()
-    return shutil.disk_usage(
-        next(folder for folder in (path, *path.parents) if folder.exists())
-    ).free
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 # `check_files` always hashes files whose total size is at most this number of bytes.

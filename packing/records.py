@@ -92,6 +92,9 @@ _MARK = (
     "set data.chat_template to a template of your own that marks the answers with {% generation %}"
 )
 
+# Index of a span's first character in a text, and the index after its last one.
+Span = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Records:
@@ -215,7 +218,7 @@ class ChatColumns(Records):
         ignored = {f"message.{key}" for key in keys - _MESSAGE_KEYS if not self._reads(key)}
         return super().unread(record) | ignored
 
-    def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
+    def fill(self, record: dict[str, Any]) -> tuple[str, list[Span]] | None:
         """Return the text and spans of the chat in `record`.
 
         Returns None if the record has no messages, or if every answer is empty or has no loss.
@@ -246,7 +249,7 @@ class ChatColumns(Records):
         return text, spans
 
     def encode(
-        self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
+        self, tokenizer: Tokenizer, chats: list[tuple[str, list[Span]]]
     ) -> Iterator[np.ndarray]:
         encodings = encode_texts(tokenizer, [text for text, _ in chats], tokenizer.encode_batch)
         for (_, spans), parts in zip(chats, encodings, strict=True):
@@ -372,7 +375,7 @@ class ChatColumns(Records):
 
     def _spans_after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
-    ) -> list[tuple[int, int]]:
+    ) -> list[Span]:
         """Return the span of each answer, for a template that does not mark answers.
 
         `answers` are the indices of the answers in `chat`. An answer starts where its prompt ends.
@@ -411,7 +414,7 @@ class ChatColumns(Records):
 
     def _render(
         self, chat: list[dict[str, Any]], tools: Any, **more: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and the spans that the template marks.
 
         `more` has further arguments of the renderer. Raises ValueError if the template rejects the
@@ -443,9 +446,7 @@ class ChatColumns(Records):
         return texts[0], spans[0] if spans else []
 
 
-def _trained_spans(
-    trained: list[int], answers: list[int], marked_spans: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def _trained_spans(trained: list[int], answers: list[int], marked_spans: list[Span]) -> list[Span]:
     """Return the marked spans of the answers that have a loss.
 
     Args:
@@ -464,7 +465,7 @@ def _trained_spans(
     return [by_answer[number] for number in trained]
 
 
-def _mark_untrained(ids: Any, offsets: Any, spans: list[tuple[int, int]]) -> np.ndarray:
+def _mark_untrained(ids: Any, offsets: Any, spans: list[Span]) -> np.ndarray:
     """Return token ids as an array, with the bit `UNTRAINED` in tokens without a loss.
 
     `offsets` are the first character of each token and the character after it. A token has a loss

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, locked
+from foundation.files import PARTIAL, locked, nearest_existing
 from foundation.reading import load_yaml
 from pretrain.settings.config import CONFIG_FILE
 
@@ -150,8 +150,7 @@ def check_ours(path: Path) -> None:
     it has the config.yaml of a run, so that no foreign file is overwritten. Hidden files and files
     that may exist before config.yaml are ignored.
     """
-    absolute = path.absolute()
-    existing = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+    existing = nearest_existing(path)
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise InputError(
             f"{path}: cannot be used as the run folder, because {existing} is not a writable "
