@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ from packing.stream import order_of
 from pretrain.model import attention
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert as convert_linears
-from pretrain.observe.model_audit import Audit, Product, audit, backward_of
+from pretrain.observe.model_audit import Audit, Batch, Product, audit, backward_of
 from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_scope, decide, quantized_names
@@ -79,9 +79,6 @@ __all__ = [
     "open_packs",
     "parity",
 ]
-
-# Keyword arguments of a model, or a function that computes the loss. See `audit`.
-Batch = Mapping[str, Any] | Callable[[], Tensor]
 
 
 # ── Low-precision linear layers ───────────────────────────────────────────────────────────────────
@@ -243,10 +240,11 @@ _checkpoint = torch.compiler.disable(PrecisionContext.checkpoint)
 
 def _require_plain(model: nn.Module, decisions: Mapping[str, Decision]) -> None:
     """Raise InputError if a linear layer to be replaced does more than its class in torch."""
+    quantized = quantized_names(decisions)
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         is_plain = type(module) in LINEARS and "forward" not in vars(module) and not any(hooks)
-        if isinstance(module, LINEARS) and not is_plain and decisions[name].reason is None:
+        if isinstance(module, LINEARS) and name in quantized and not is_plain:
             raise InputError(
                 f"convert: {name} is a {type(module).__name__} with a forward or hooks of its "
                 f"own, which would be lost; keep it with `keep_bf16=[{name!r}]`"

@@ -78,7 +78,11 @@ class Audit(list[Product]):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> Audit:
+# Keyword arguments of a model, or a function that computes the loss. See `audit`.
+Batch = Mapping[str, Any] | Callable[[], Tensor]
+
+
+def audit(model: nn.Module, batch: Batch) -> Audit:
     """Run one forward and backward of `model`, and report the precision of every matrix product.
 
     Functions that torch.compile has compiled run uncompiled, because products inside of a compiled
@@ -99,7 +103,7 @@ def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> 
     return observer.audit()
 
 
-def backward_of(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> None:
+def backward_of(model: nn.Module, batch: Batch) -> None:
     """Run forward and backward of `model`, and restore its gradients. See `audit`."""
     with ExitStack() as gradients:
         for parameter in model.parameters():
