@@ -135,9 +135,10 @@ def check_settings(
         every = recipe.checkpoint.every or steps
         # A branch saves only checkpoints after the step in the name of the checkpoint to branch
         # from.
-        _, _, branch = (recipe.train.begin_with or "").rpartition("step-")
-        first = int(branch) if branch.isdecimal() else 0
-        available = min(recipe.checkpoint.keep, (steps - 1) // every - first // every + 1)
+        _, _, branch_step = (recipe.train.begin_with or "").rpartition("step-")
+        first = int(branch_step) if branch_step.isdecimal() else 0
+        saved = (steps - 1) // every - first // every + 1
+        available = min(recipe.checkpoint.keep, saved)
         _require(
             merge == 1 or recipe.evaluate.served,
             f"`evaluate.merge: {merge}` has no effect without `evaluate.served`; set it to a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,7 +167,8 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
         )
     for split in filter(None, (data.train, data.held_out)):
         for packs in split.by_source.values():
-            if (packs.tokenizer or {}).get("vocab_size", vocab_size + 1) > vocab_size:
+            recorded = packs.tokenizer or {}
+            if recorded.get("vocab_size", math.inf) > vocab_size:
                 for index in evenly(len(packs), _SCANNED_PACKS):
                     read_pack(packs, index, vocab_size)
 

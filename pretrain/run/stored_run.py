@@ -243,7 +243,7 @@ def open_run_folder(path: Path, address: str, *, owner: bool) -> RunFolder:
     return RunFolder(path, owner=owner, stored=stored)
 
 
-def check_free(path: Path, address: str = "") -> None:
+def check_free(path: Path, address: str) -> None:
     """Raise InputError if a run that starts now could not use the folder `path`.
 
     A missing folder is not created. The lock of an existing folder is released again. If `address`
