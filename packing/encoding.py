@@ -99,7 +99,7 @@ def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
     starts_word = np.diff(words, prepend=0) != 0
     # Only the text of a BPE model may also be cut within a word.
     in_word = int(isinstance(tokenizer.model, BPE))
-    strength = np.where(starts_word, in_word + 2, in_word)
+    strength = in_word + 2 * starts_word
     # The text is not cut between tokens that share a character, such as its bytes.
     previous_ends = np.roll(offsets[:, 1], 1)
     boundary = np.where(previous_ends <= offsets[:, 0], strength, 0)

@@ -250,12 +250,11 @@ def start(
     slot = None
     if matrix.slots:
         used = [started.slot for started in running]
-        # If several groups of GPUs have equally few cells, `min` chooses the first of them. The
-        # order depends on the seed. Otherwise a slow GPU might slow down the same settings with
-        # every seed.
+        # If several groups of GPUs have equally few cells, the seed decides which group is used.
+        # Otherwise a slow GPU might slow down the same settings with every seed.
         first = cell.recipe.seed
-        slots = [number % matrix.slots for number in range(first, first + matrix.slots)]
-        slot = min(slots, key=used.count)
+        slots = range(first, first + matrix.slots)
+        slot = min((number % len(slots) for number in slots), key=used.count)
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
