@@ -440,21 +440,25 @@ def parity(
         with training_without_dropout(model), overridden(context, quantizing=False):
             output, gradients = _output_and_gradients(model, batch, None)
         with training_without_dropout(plain):
-            exact, expected = _output_and_gradients(plain, batch, torch.float32)
-            rounded, noise = _output_and_gradients(plain, batch, torch.bfloat16)
-    errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
+            fp32_output, fp32_gradients = _output_and_gradients(plain, batch, torch.float32)
+            bf16_output, bf16_gradients = _output_and_gradients(plain, batch, torch.bfloat16)
+    bf16_errors = _token_losses(bf16_output, batch) - _token_losses(fp32_output, batch)
     # The allowed error as a multiple of BF16's error.
     resolution = resolution_of(*(gradient.dtype for gradient in gradients.values()))
     # The error of the mean loss may be small by chance, because errors of tokens cancel. Their root
     # mean square is never smaller.
-    tolerated = resolution * errors.square().mean().sqrt().item()
+    tolerated = resolution * bf16_errors.square().mean().sqrt().item()
     norms = [gradient.float().norm() for gradient in gradients.values()]
-    tensors = judge(distances(gradients, expected), distances(noise, expected), resolution)
+    tensors = judge(
+        distances(gradients, fp32_gradients),
+        distances(bf16_gradients, fp32_gradients),
+        resolution,
+    )
     result = Parity(
         failures=[],
-        tokens=len(errors),
+        tokens=len(bf16_errors),
         loss=output.loss.item(),
-        reference_loss=exact.loss.item(),
+        reference_loss=fp32_output.loss.item(),
         loss_tolerated=tolerated,
         gradient_norm=math.hypot(*norms),
         tensors=tensors,

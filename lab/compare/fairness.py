@@ -89,16 +89,19 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     Map the dotted key of each such setting to its values in the first and in the second run, as
     texts. A setting with equal values is not included, even if it has no effect on one of the runs.
     """
-    trainings = [training_of(run) for run in (first, second)]
-    changed = changed_keys(*trainings)
+    first_training = training_of(first)
+    second_training = training_of(second)
+    changed = changed_keys(first_training, second_training)
     if "model.source" in changed:
         # The config.json files of two models differ in many keys. Report only the name of the
         # model.
         changed = [key for key in changed if not key.startswith(SOURCE)]
-    settings = [settings_of(first) | trainings[0], settings_of(second) | trainings[1]]
+    first_settings = settings_of(first) | first_training
+    second_settings = settings_of(second) | second_training
     differences = {}
     for key in changed:
-        first_value, second_value = (values.get(key) for values in settings)
+        first_value = first_settings.get(key)
+        second_value = second_settings.get(key)
         if first_value != second_value:
             differences[key] = (as_text(first_value, key), as_text(second_value, key))
     return differences
