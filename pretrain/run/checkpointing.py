@@ -244,8 +244,8 @@ def load_weights(
     checkpoints.load(source.path, live, optional=(*optional, *weights))
     read = tensor_reader([source.path], assembly.hf, "bf16" if mode == "bf16" else "fp32")
     set_weights(assembly.hf, read, assembly.optimizer)
-    loss = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "without loss"
-    return [f"weights: converted from {saved} to {mode}; {loss}"]
+    effect = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "without loss"
+    return [f"weights: converted from {saved} to {mode}; {effect}"]
 
 
 def require_restored(source: ResumePoint, run: Run) -> None:
