@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foundation.errors import InputError, require_package
 from foundation.files import replace_file
-from foundation.units import WIDTH
+from foundation.units import wrap
 from lab.compare.columns import columns_for, tables_of
 from lab.compare.comparison import ComparedRun, compare, notes_on
 from lab.compare.differences import MARGIN

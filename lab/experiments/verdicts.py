@@ -160,8 +160,7 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
     word = held_out.verdict(protocol.margin, protocol.error)
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY), word=word)
     slope = Sample({base.config["seed"]: loss_slope(base) for base, _ in pairs})
-    slope_interval = slope.interval(protocol.error)
-    base_clearly_falls = slope_interval is not None and slope_interval[1] < 0
+    base_clearly_falls = slope.interval(protocol.error)[1] < 0
     if base_clearly_falls:
         verdict.tokens = tokens_for(protocol, held_out.mean, slope.mean)
     speedup = _speedup(pairs)
@@ -187,13 +186,9 @@ def gain_interval(protocol: Protocol, loss: Sample, slope: Sample, speedup: Samp
         slope: Slope of the baseline's loss (`loss_slope`). Its interval must be negative.
         speedup: Speed of the candidate divided by the baseline's speed.
     """
-    loss_interval = loss.interval(protocol.error)
+    lowest_loss, highest_loss = loss.interval(protocol.error)
     slope_interval = slope.interval(protocol.error)
-    speedup_interval = speedup.interval(protocol.error)
-    if loss_interval is None or slope_interval is None or speedup_interval is None:
-        return None
-    lowest_loss, highest_loss = loss_interval
-    lowest_speedup, highest_speedup = speedup_interval
+    lowest_speedup, highest_speedup = speedup.interval(protocol.error)
     most_tokens = max(tokens_for(protocol, highest_loss, end) for end in slope_interval)
     fewest_tokens = min(tokens_for(protocol, lowest_loss, end) for end in slope_interval)
     return [max(0.0, lowest_speedup) / most_tokens, highest_speedup / fewest_tokens]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.units import UNKNOWN, bytes_text, or_dash, table, with_bar
+from foundation.units import UNKNOWN, bytes_text, or_dash, table, with_bar, wrap
 from lab.speed.speed import Prediction, predict
 from lab.speed.targets import devices_called, obstacle, plan_on
 from packing.store import unprepared
@@ -172,7 +172,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
         if "gain" in titles:
             lines[0] += f", speed by steps of {card.source}"
         lines.append(table(shown))
-    lines += [_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
+    lines += [wrap(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()]
     return "\n".join(lines), titles
 
 

@@ -55,7 +55,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     size = plan.expected_microbatch
     microbatches = -(-plan.packs_per_rank // size)
     # AdamW has two moments for each parameter. Muon has one for each of the hidden weights.
-    moment_bytes = (2 - flops.hidden_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
+    moment_bytes = (2 - flops.muon_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
     offloaded = OFFLOADED[recipe.optimizer.offload]
     quantizes = active.precision.quantized
     # Layers that are not fused do not count the weights that stay in BF16.

@@ -331,7 +331,7 @@ class Muon(ExactAdamW):
                 scale = self.hyperparameters_of(parameter, group, 1).scale
                 for updates in orthogonalize_directions(batches):
                     norms.append(scale * vector_norm(updates, dtype=torch.float32))
-            values = sum(map(torch.numel, self.hidden))
+            values = sum(map(torch.numel, self.matrix_weights))
             self.metrics = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
             update_weights()
 

@@ -235,11 +235,11 @@ def optimizer_state(
     """
     offloaded = OFFLOADED["none" if devices.type == "cpu" else recipe.optimizer.offload]
     parameters = math.ceil(flops.parameters / devices.shards)
-    # AdamW has two moments for each parameter. Muon has one for each of the hidden weights.
-    hidden_weights = math.ceil(flops.hidden_weights / devices.shards)
+    # AdamW has two moments for each parameter. Muon has one for each of its weights.
+    muon_weights = math.ceil(flops.muon_weights / devices.shards)
     parts = {"optimizer moments": 0, "remainder bits": 0}
     if on_host == ("exp_avg" in offloaded):
-        moments = 2 * parameters - hidden_weights
+        moments = 2 * parameters - muon_weights
         parts["optimizer moments"] = moments * BYTES[recipe.moments_kept_in]
     if recipe.weights == "bf16_exact" and on_host == ("remainder" in offloaded):
         parts["remainder bits"] = 2 * parameters

@@ -171,9 +171,9 @@ def test_offloaded_state_is_in_host_memory_and_not_on_the_device(
 def test_muon_keeps_one_moment_of_each_matrix_in_layers(shards: int) -> None:
     devices = Devices(shards, sharded=shards > 1)
     plan = plan_of("bf16", devices, optimizer={"name": "muon"})
-    hidden_weights = sum(item.parameter.numel() for item in hidden_parameters(qwen3()))
-    assert hidden_weights == 28 * LAYER
-    flops = replace(plan.flops, hidden_weights=hidden_weights)
+    muon_weights = sum(item.parameter.numel() for item in find_matrix_weights(qwen3()))
+    assert muon_weights == 28 * LAYER
+    flops = replace(plan.flops, muon_weights=muon_weights)
     moments = replace(plan, flops=flops).memory_parts(1)["optimizer moments"]
     assert moments == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
 
