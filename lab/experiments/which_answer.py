@@ -84,8 +84,7 @@ def answer(trainings: WhichTrainings, protocol: Protocol, verdicts: Sequence[Ver
         lines.append(f"Stay with {protocol.base}.")
     elif not any(verdict.speedup for verdict in verdicts):
         lines.append(
-            "No recommendation: the speeds of emulated precisions are unknown. Repeat this on a "
-            "GPU that supports them."
+            "No recommendation: speeds of emulated precisions are unknown. Repeat this on a GPU."
         )
     return "\n".join(lines)
 
