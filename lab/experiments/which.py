@@ -111,6 +111,11 @@ def main(options: argparse.Namespace) -> int:
         protocol = stored_protocol(trainings, options)
         if protocol is None:
             protocol = new_protocol(trainings, options, deadline)
+        else:
+            say(
+                f"Continuing {folder}: runs of {protocol.steps:,} steps in "
+                f"{', '.join(protocol.seconds)}. For longer runs, use another --run_dir."
+            )
         rounds = Rounds(protocol, trainings.trials([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         run_rounds(trainings, rounds, deadline)
@@ -203,7 +208,7 @@ def may_differ(key: str, *, served: str | None) -> bool:
 
 
 def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> Protocol | None:
-    """Read and announce the protocol in the folder of the runs. Return None if there is none yet.
+    """Read the protocol from the folder of the runs. Return None if there is none yet.
 
     Raises InputError if the options differ from the protocol. Otherwise a user could change the
     margin after seeing the results, and the verdicts would be worthless.
@@ -229,12 +234,6 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
             f"value and earlier value): {in_words(differences)}; either keep the earlier values, "
             "or use another --run_dir"
         )
-    trained = ", ".join(stored.seconds)
-    continued = (
-        f"Continuing {trainings.folder}: runs of {stored.steps:,} steps in {trained}. For longer "
-        "runs, use another --run_dir."
-    )
-    say(continued)
     return stored
 
 
