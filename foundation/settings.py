@@ -213,12 +213,13 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         for key, mistakes in by_key.items():
             # Skip a section if the mistake in one of its keys is reported.
             if not any(other.startswith(f"{key}.") for other in by_key):
-                keys = by_mistake.setdefault(", or ".join(dict.fromkeys(mistakes)), [])
-                keys.append(key and f"`{key}`")
-        lines = [
-            ": ".join(filter(None, (origin, ", ".join(keys), mistake)))
-            for mistake, keys in by_mistake.items()
-        ]
+                mistake = ", or ".join(dict.fromkeys(mistakes))
+                by_mistake.setdefault(mistake, []).append(key)
+        lines = []
+        for mistake, keys in by_mistake.items():
+            # A mistake in the file as a whole has no key.
+            named = ", ".join(f"`{key}`" for key in keys if key)
+            lines.append(f"{origin}: {named}: {mistake}" if named else f"{origin}: {mistake}")
         raise InputError("\n".join(lines)) from None
 
 
