@@ -718,8 +718,8 @@ class Backend(NamedTuple):
     Attributes:
         name: transformers' `attn_implementation`.
         device: Type of the device, or None if the backend runs on any device.
-        head_dims: Map each major compute capability of the GPUs on which the backend is used to the
-            head sizes. Unused on other devices.
+        head_dims: Map each supported major compute capability to the supported head sizes. Only
+            for CUDA devices.
         needs: `head_dims` in words.
         is_deterministic: False if the backend has no deterministic backward.
         unavailable_because: Return the reason why the backend cannot run here, or None.

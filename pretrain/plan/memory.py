@@ -377,9 +377,10 @@ def layers_of(
     left_out = _experts_left_out(model, decisions) if flops.experts_per_token else {}
     result = []
     for index, (name, layer) in enumerate(layers.items()):
-        # `compiled_layer` returns a mean over all layers, which may have an MLP or experts.
-        has_mean_mlp = not (not_fused or flops.experts_per_token)
-        fuses_mlp = has_mean_mlp and can_fuse_mlp(name, layer, [low])
+        # `compiled_layer` returns a mean over all layers. In a mixture of experts, the size of the
+        # MLP in this mean is not known.
+        has_dense_mean = not flops.experts_per_token
+        fuses_mlp = has_dense_mean and not not_fused and can_fuse_mlp(name, layer, [low])
         memory = compiled_layer(flops, active.precision, layouts, left_out, fuses_mlp=fuses_mlp)
         if not (not_fused or assess_layer(name, layer, [low])):
             parts = Parts.of(layer)

@@ -70,7 +70,7 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[
     place = run.state.place
     stream.advance_to(range(place, place + run.job.plan.packs_per_step))
     with run.console.progress("waiting for packs"):
-        # `steps.ready` is also true if the packs cannot be made. Then `stop_code()` is above 0.
+        # The wait also ends if the packs cannot be made. Then `stop_code()` is above 0.
         while largest_over_ranks(
             run.accelerator, int(not steps.wait_until_ready(_WAIT_SECONDS) or stop_code() > 0)
         ):

@@ -4,7 +4,7 @@ On a CPU, the functions call transformers' function once for each document. This
 On a GPU, the kernels of the package fla-core compute all documents at once
 (`pretrain.model.hybrids.kernels`).
 
-The functions have two arguments before those of transformers' functions:
+Each function has the arguments of transformers' function, and two more in front of them:
 
 * `plain`: transformers' function.
 * `cu_seqlens`: the offsets of the documents, as in packed attention (`pretrain.model.attention`).
