@@ -14,7 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -212,7 +212,8 @@ _Samples = dict[Along, _Sample]
 class ProductCheck(Probe):
     """Probe that samples the operands and results of all products, and compares each result.
 
-    A product may run several times in a microbatch: its layer is recomputed or called several
+    Only the first microbatch of a step is compared, because each comparison takes milliseconds. A
+    product may run several times in this microbatch: its layer is recomputed or called several
     times, or the LM head computes in chunks of tokens. Each result is compared.
     """
 
@@ -240,11 +241,8 @@ class ProductCheck(Probe):
         self._inputs: WeakKeyDictionary[LinearPass, list[_Samples]] = WeakKeyDictionary()
         # Map the name of each linear to the gradient of its output, summed over tokens.
         self.token_sums: dict[str, Tensor] = {}
-        self.start_microbatch()
-
-    def start_microbatch(self, *_: Any) -> None:
-        """Copy the delayed scales. Register this method as a forward pre-hook of the model."""
-        self._state = {name: tensor.clone() for name, tensor in self._context.state().items()}
+        # Copy of the delayed scales of the first microbatch.
+        self._state = {name: tensor.clone() for name, tensor in context.state().items()}
 
     def compared(self) -> list[Compared]:
         """Return the worst comparison of each product, the largest excess first."""
@@ -254,8 +252,13 @@ class ProductCheck(Probe):
     def operand(
         self, name: str, role: Role, values: Callable[[], Tensor], call: LinearPass
     ) -> None:
-        """Sample an operand before it is quantized."""
+        """Sample an operand before it is quantized, and sum the gradients of outputs."""
         tensor = values()
+        if role == "grad_output":
+            total = tensor.sum(0, dtype=torch.float32)
+            self.token_sums[name] = total + self.token_sums.get(name, 0.0)
+        if not self._context.first_microbatch:
+            return
         if call.ends is not None and name not in self._experts:
             self._experts[name] = _some_experts(name, tensor, call.ends)
         parts = self._parts(name, tensor, call.ends, is_weight=role == "weight")
@@ -266,9 +269,6 @@ class ProductCheck(Probe):
         self.samples[name, role] = samples
         if role == "input":
             self._inputs[call] = samples
-        if role == "grad_output":
-            total = tensor.sum(0, dtype=torch.float32)
-            self.token_sums[name] = total + self.token_sums.get(name, 0.0)
 
     def _sampled(self, name: str, role: Role, tensor: Tensor, part: Tensor) -> _Samples:
         """Return the samples of `part`, the rows of one expert in the operand `tensor`."""
@@ -303,6 +303,8 @@ class ProductCheck(Probe):
 
         If `bias` is not None, `result` includes the bias.
         """
+        if not self._context.first_microbatch:
+            return
         parts = self._parts(name, result.flatten(0, -2), call.ends, is_weight=gemm == "wgrad")
         for number, part in enumerate(parts):
             operands = {}

@@ -59,7 +59,7 @@ from pretrain.run.tokenizer import stop_after_answers
 # two packs are needed to record the gradients of all linears (see `rehearse`). With more packs, the
 # largest recorded amax comes closer to the amax of a microbatch. After only one pack, the first
 # gradient of a 1.7 B model was saturated so much that its norm was 82 % of the correct norm.
-REHEARSALS = 8
+REHEARSALS = 4
 # The number of tokens in the audit's microbatch if nothing is quantized or fused. The audit
 # observes every linear even with so few tokens. A whole pack may not fit into memory without
 # torch.compile.

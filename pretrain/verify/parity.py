@@ -78,7 +78,7 @@ COMMON_ERROR = 0.3
 # Smallest number of chunks in which the head computes a microbatch, before the size is rounded up.
 CHUNKS = 4
 # Passes after which the histories of delayed scaling have the amaxes of gradients that saturated.
-PASSES_FOR_HISTORIES = 3
+PASSES_FOR_HISTORIES = 2
 # Pattern for the attributes in which modules store the rate of dropout, or of other noise, in
 # training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
@@ -462,7 +462,6 @@ def _compare_quantized(
     products = ProductCheck(context, active)
     head = HeadCheck(model, step)
     with (
-        model.register_forward_pre_hook(products.start_microbatch),
         context.probing(products),
         head.observing(),
         ExitStack() as until_first_ends,  # the pass closes it after its first microbatch
