@@ -31,23 +31,26 @@ SCALE_TOLERANCE = 2.0**-20
 
 
 @contextmanager
-def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
+def watching_histories(
+    context: PrecisionContext, active: ActivePrecision, wrong: list[str]
+) -> Iterator[None]:
     """Check the amax histories and scales after a microbatch in the caller's `with` statement.
 
-    Yields a list. When the `with` statement ends, the list is filled with the names and roles of
-    operands whose history or scale is wrong. The microbatch must add one entry to each history: the
-    largest magnitude of the operand over all ranks. The scale must be computed from the history
-    by the rule of delayed scaling. Operands of zeros are not checked. The list stays empty if the
-    precision has no histories. All ranks must call this function.
+    The microbatch must add one entry to each history: the largest magnitude of the operand over all
+    ranks. The scale must be computed from the history by the rule of delayed scaling. Operands of
+    zeros are not checked, and nothing is checked if the precision has no histories. All ranks must
+    call this function.
+
+    wrong: list to which the names and roles of operands with a wrong history or scale are appended
+        when the `with` statement ends.
     """
-    wrong: list[str] = []
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     if not before:
-        yield wrong
+        yield
         return
     probe = _Amaxes()
     with context.probing(probe):
-        yield wrong
+        yield
     # Sort the roles, because all ranks must communicate in the same order.
     for role, by_name in sorted(probe.amaxes.items()):
         wrong += _wrong_histories(role, by_name, before, context.state(), active)
@@ -89,20 +92,24 @@ def _wrong_histories(
         return torch.stack([of_operand(state, name, role, key) for name in names], -1)
 
     history = stacked(after, "amax_history")
+    scale = stacked(after, "scale")
     settings = active.settings
-    # A history of length 1 stores no past amax, so there is nothing to compare. The scale is then
-    # expected to follow from the observed amax.
-    is_short = len(history) == 1
-    newest = amax if is_short else history[-1]
-    before_history = stacked(before, "amax_history")
-    before_scale = stacked(before, "scale")
-    maximum = active.quantized_precision.grid(role).maximum
-    expected, scale = delayed_scaling(before_history, newest, before_scale, maximum, settings)
-    tolerance = AMAX_TOLERANCE if is_short else SCALE_TOLERANCE
-    is_right = torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
-    is_right &= torch.isclose(stacked(after, "scale"), scale, rtol=tolerance, atol=0)
-    is_right &= (history == expected).all(0) | is_short
+    # A history of length 1 stores no amax. Then the scale is computed from the observed amax.
+    stores_amaxes = len(history) > 1
+    recorded = history[-1] if stores_amaxes else amax
+    expected_history, expected_scale = delayed_scaling(
+        stacked(before, "amax_history"),
+        recorded,
+        stacked(before, "scale"),
+        active.quantized_precision.grid(role).maximum,
+        settings,
+    )
+    scale_tolerance = SCALE_TOLERANCE if stores_amaxes else AMAX_TOLERANCE
+    is_right = torch.isclose(recorded, amax, rtol=AMAX_TOLERANCE, atol=0)
+    is_right &= torch.isclose(scale, expected_scale, rtol=scale_tolerance, atol=0)
     is_right &= len(history) == settings.amax_history_len
+    if stores_amaxes:
+        is_right &= (history == expected_history).all(0)
     # Amaxes that are not finite are not judged, because the health check reports overflows.
     is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0)
     is_wrong = is_judged & ~is_right

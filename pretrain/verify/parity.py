@@ -53,7 +53,8 @@ from pretrain.verify.reference_model import (
 )
 from pretrain.verify.reference_quantizer import compare_codes
 
-# Type of functions that run forward and backward of a step and return the loss.
+# `_run_pass` with the model, optimizer and accelerator of the run: runs forward and backward of a
+# step, and returns the loss.
 Pass = Callable[..., float]
 # Bytes per parameter that the reference needs: the weight, its gradient, the sum of its gradients,
 # and the run's gradient that is compared with this sum, all in FP32.
@@ -238,17 +239,16 @@ def _compare(
     microbatches = [batch for batch, _ in drawn]
     step = replace(step, microbatches=microbatches)
     tokens = accelerator.num_processes * sum(batch.valid_tokens for batch in microbatches)
-    # `forward_backward` divides each loss by the number of labelled tokens in the training step.
-    # Multiply by this number, and divide by the number of compared tokens, to get the mean over the
-    # compared tokens.
+    # `forward_backward` divides the sum of the losses by the number of labelled tokens in the
+    # training step. This factor converts the result to the mean over the compared tokens.
     step_tokens = max(step.valid_tokens, 1)
-    mean_over_compared = step_tokens / tokens
+    loss_factor = step_tokens / tokens
     # The model multiplies the input of its LM head by `head_factor`, and so must the reference.
     with _comparable(model, microbatches[0].input_ids.shape[1]) as head_factor:
         # Run the packed path without quantization, and then plain transformers.
         with overridden(model.context, quantizing=False):
             with recording_choices(model) as choices:
-                loss = run_pass(step) * mean_over_compared
+                loss = run_pass(step) * loss_factor
             held_out = held_out_loss(microbatches)
             failures += leaks(model, microbatches[0], held_out_loss)
         documents = _with_choices([documents for _, documents in drawn], choices)
@@ -276,7 +276,7 @@ def _compare(
             # Free memory for the quantized passes.
             del reference
             failures += _compare_quantized(
-                parity, model, run_pass, step, active, accelerator, mean_over_compared
+                parity, model, run_pass, step, active, accelerator, loss_factor
             )
     return parity
 
@@ -427,11 +427,16 @@ def _compare_quantized(
     step: StepBatches,
     active: ActivePrecision,
     accelerator: Accelerator,
-    mean_over_compared: float,
+    loss_factor: float,
 ) -> list[str]:
-    """Compare the quantized path with the unquantized path.
+    """Compare the quantized path with the unquantized path, and return a line for each mismatch.
 
-    The figures of the quantized path are stored in `parity`. Return one line for each mismatch.
+    The arguments are the same as in `_compare`, except for two.
+
+    Args:
+        parity: Result of the unquantized path, to which the figures of the quantized path are
+            added.
+        loss_factor: Factor that converts the loss of a pass to the mean over the compared tokens.
     """
     context = model.context
     # Fill the histories of delayed scaling with the amaxes of the gradients of these labels. While
@@ -461,21 +466,18 @@ def _compare_quantized(
     start_again()
     products = ProductCheck(context, active)
     head = HeadCheck(model, step)
-    with (
-        context.probing(products),
-        head.observing(),
-        ExitStack() as until_first_ends,  # the pass closes it after its first microbatch
-    ):
-        wrong_histories = until_first_ends.enter_context(watching_histories(context, active))
-        loss = run_pass(step, until_first_ends) * mean_over_compared
-    parity.products = products.compared()
-    parity.codes = compare_codes(products, active)
-    bias_gradients = _bias_gradients(model, products, accelerator)
-    parity.derived = worst_first([*head.compared, *bias_gradients])
-    parity.sums = judge_sums(together, summed, gradients_of(model.hf))
+    wrong_histories: list[str] = []
+    histories = watching_histories(context, active, wrong_histories)
+    with context.probing(products), head.observing():
+        loss = run_pass(step, around_first=histories) * loss_factor
     norm = gradient_norm(model.parameters()).item()
+    bias_gradients = _bias_gradients(model, products, accelerator)
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
+    parity.products = products.compared()
+    parity.codes = compare_codes(products, active)
+    parity.derived = worst_first([*head.compared, *bias_gradients])
+    parity.sums = judge_sums(together, summed, gradients_of(model.hf))
     return _quantized_mismatches(parity, loss, norm, wrong_histories)
 
 
@@ -570,9 +572,9 @@ def _with_choices(
         indices = documents.indices.flatten()
         document_choices = []
         for layer_choices in choices:
-            # The first forward of the microbatch. If layers are recomputed, there are two.
-            forward = number * len(layer_choices) // len(microbatches)
-            document_choices.append(layer_choices[forward][indices])
+            forwards_per_microbatch = len(layer_choices) // len(microbatches)
+            first_forward = layer_choices[number * forwards_per_microbatch]
+            document_choices.append(first_forward[indices])
         result.append(documents._replace(choices=document_choices))
     return result
 

@@ -5,6 +5,7 @@ docs/developers/checks.md explains the choice of the documents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,16 +17,17 @@ from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, build_microbatch
 from pretrain.verify.reference_model import Documents
 
-# Boundaries of the four documents in a random pack, in sevenths of the pack's length. Sevenths are
-# used because they are not boundaries of the blocks of tokens that attention kernels process.
-SEVENTHS = (0, 1, 3, 5, 7)
-# The reference evaluates the first tokens of all documents of the first microbatch, as many tokens
-# as DOCUMENTS documents of LABELS tokens have, but at least LEAST tokens of each document. All
-# documents are compared, because a leak between two documents changes the second one alone.
-DOCUMENTS = 3
-LEAST = 8
+# Boundaries of documents in a random pack, in sevenths of the pack's length. Sevenths are used
+# because they are not boundaries of the blocks of tokens that attention kernels process.
+FOUR_DOCUMENTS = (0, 1, 3, 5, 7)
+ONE_DOCUMENT = (0, 7)
 # Largest number of labels of a document.
 LABELS = 341
+# The reference evaluates the first tokens of all documents of the first microbatch, because a leak
+# between two documents changes the second one alone. To save time, it evaluates only as many tokens
+# as DOCUMENTS documents of LABELS tokens have, but at least LEAST tokens of each document.
+DOCUMENTS = 3
+LEAST = 8
 # Map each device type to the largest number of tokens of a document that plain transformers
 # processes in the second microbatch. Eager attention stores heads x length^2 scores per layer, so
 # longer documents would need too much memory.
@@ -39,11 +41,11 @@ def draw_documents(
 
     `_draw` describes the arguments.
     """
-    batch, spans = _draw(shapes, vocabulary, generator, SEVENTHS)
-    length = int(spans.diff().max())
-    # Divide the labels among all documents. See LEAST.
-    labels_of_all = DOCUMENTS * min(LABELS, length)
-    tokens = min(length, max(labels_of_all // len(spans), LEAST))
+    batch, spans = _draw(shapes, vocabulary, generator, FOUR_DOCUMENTS)
+    longest = int(spans.diff().max())
+    # Divide the tokens of DOCUMENTS documents among all documents.
+    tokens = DOCUMENTS * min(LABELS, longest) // len(spans)
+    tokens = min(max(tokens, LEAST), longest)
     return _labelled(batch, spans, tokens)
 
 
@@ -55,11 +57,13 @@ def draw_long_document(
     At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. `_draw`
     describes the other arguments.
     """
-    batch, spans = _draw(shapes, vocabulary, generator, (0, 7))
+    batch, spans = _draw(shapes, vocabulary, generator, ONE_DOCUMENT)
     tokens = min(shapes.max_seqlen, longest)
+    spacing = math.ceil(tokens / LABELS)
     # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
     # spacing, the labels take all positions in a block, one after the other.
-    spacing = -(-tokens // LABELS) | 1
+    if spacing % 2 == 0:
+        spacing += 1
     return _labelled(batch, spans[-1:], tokens, spacing)
 
 
@@ -91,22 +95,23 @@ def _labelled(
 ) -> tuple[Microbatch, Documents]:
     """Return a microbatch with fewer labels, and the beginnings of documents that have labels.
 
-    The label of a token is the next token.
-
     Args:
         batch: Microbatch with all labels.
         spans: Begin and end of the documents that have labels, [documents, 2].
         tokens: Number of tokens at the beginning of each document that the reference evaluates. In
             the row of a shorter document, the tokens after its end have no labels, so they do not
             affect the comparison.
-        spacing: Every `spacing`-th token has a label, counted back from the last but one.
+        spacing: Every `spacing`-th of these tokens has a label, counted back from the last but one.
+            The last token of a document has no label, because the label is the next token.
     """
-    end_of_batch = batch.input_ids.shape[1] - 1
-    indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=end_of_batch)
-    # The last token of a document of this length has no label, so count back from the one before.
-    is_chosen = (tokens - 2 - torch.arange(tokens)) % spacing == 0
-    next_is_inside = indices < spans[:, 1:] - 1
-    has_label = is_chosen & next_is_inside
+    begins, ends = spans.split(1, dim=1)
+    positions = torch.arange(tokens)
+    # A row of the last document may extend beyond the end of the microbatch.
+    last_index = batch.input_ids.shape[1] - 1
+    indices = (begins + positions).clamp(max=last_index)
+    # The label of a token is in the document if the next token is.
+    has_label = (positions - (tokens - 2)) % spacing == 0
+    has_label = has_label & (indices + 1 < ends)
     labelled = indices[has_label]
     all_labels = batch.labels[0]
     labels = torch.full_like(batch.labels, IGNORE)
