@@ -88,11 +88,11 @@ class Observer:
 
     @contextmanager
     def update(
-        self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
+        self, step: Step, learning_rate: float, past_updates: int, losses: Mapping[str, float]
     ) -> Iterator[None]:
         """Enclose the optimizer's step.
 
-        updates: the number of earlier updates of the run.
+        past_updates: the number of updates of the run before this step.
         losses: the step's losses as metrics.jsonl gets them, see `PackedLanguageModel.mean_losses`.
         """
         yield
@@ -126,11 +126,11 @@ class StepWatch:
         return metrics
 
     def update(
-        self, learning_rate: float, updates: int, losses: Mapping[str, float]
+        self, learning_rate: float, past_updates: int, losses: Mapping[str, float]
     ) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.update` of each due observer."""
         return _all_of(
-            observer.update(self.step, learning_rate, updates, losses)
+            observer.update(self.step, learning_rate, past_updates, losses)
             for observer in self.observers
         )
 

@@ -25,7 +25,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.observe.update_check import (
     Update,
-    expect_update,
+    checks_of,
     expected_clipping,
     some_values,
 )
@@ -91,9 +91,9 @@ class StepCheck(Observer):
         # Results of `_fit_bf16`, bool scalars: after each of the first two microbatches, and after
         # the last one.
         sums_fit_bf16: list[Tensor] = []
-        # Number of gradients that are not zero before the first microbatch. The number is read only
-        # after `yield`, so the host does not wait for the device here.
-        left_over = sum(gradient.any() for gradient in self._gradients())
+        # Number of gradients that are not zero before the first microbatch, a tensor. It is read
+        # only after `yield`, so the host does not wait for the device here.
+        not_cleared = sum(gradient.any() for gradient in self._gradients())
         sharding = self._packed.sharding
         # True if each microbatch's gradients are summed over ranks before they are accumulated.
         is_reduced = bool(sharding and not sharding.once_a_step)
@@ -119,28 +119,20 @@ class StepCheck(Observer):
         ):
             yield
         sums_fit_bf16.append(self._fit_bf16(seen, over_ranks=True))
-        labels, losses, factors = torch.stack(seen).double().unbind(1)
-        sums = torch.stack([labels.sum(), losses.sum()])
-        total, loss = self._accelerator.reduce(sums, reduction="sum").tolist()
-        counted = batches.valid_tokens
-        divisor = max(counted, 1)
-        self._loss = loss / divisor
+        self._wrong = []
         start = batches.places.start
-        wrong = self._wrong = []
         if start != place:
-            wrong.append(
+            self._wrong.append(
                 f"the step's packs begin at position {start:,} in the order of packs, not at "
                 f"{place:,}"
             )
-        if kept := int(left_over):
-            wrong.append(f"{kept} gradients were not cleared before the step")
-        if total != counted:
-            wrong.append(f"{total:,.0f} labels were trained on, but the step counts {counted:,}")
-        # A factor that is NaN is wrong too.
-        if not ((factors * divisor - 1).abs() <= FACTOR_TOLERANCE).all():
-            wrong.append(f"a token's loss is not divided by the step's {counted:,} labels")
+        if number := int(not_cleared):
+            self._wrong.append(f"{number} gradients were not cleared before the step")
+        self._check_losses(seen, batches.valid_tokens)
         if any(sums_fit_bf16):
-            wrong.append("gradients are added up in BF16, not in FP32: their sums fit into BF16")
+            self._wrong.append(
+                "gradients are added up in BF16, not in FP32: their sums fit into BF16"
+            )
         modules = self._packed.named_modules()
         self._add("modules are in evaluation mode", [n for n, m in modules if not m.training])
         self._add("products use weights from before the last update", cached_weights.stale)
@@ -150,6 +142,26 @@ class StepCheck(Observer):
         )
         self._add("weights were not gathered after the last update", not_gathered)
 
+    def _check_losses(self, seen: list[Tensor], counted: int) -> None:
+        """Compute the mean loss of the step, and check the labels and the divisor of the loss.
+
+        seen: for each microbatch of this rank, the number of labels, the summed loss, and the
+            factor by which this loss is multiplied before backward.
+        counted: the number of labels that the step counts, over all ranks.
+        """
+        labels, losses, factors = torch.stack(seen).double().unbind(1)
+        sums = torch.stack([labels.sum(), losses.sum()])
+        total, loss = self._accelerator.reduce(sums, reduction="sum").tolist()
+        divisor = max(counted, 1)
+        self._loss = loss / divisor
+        if total != counted:
+            self._wrong.append(
+                f"{total:,.0f} labels were trained on, but the step counts {counted:,}"
+            )
+        # A factor that is NaN is wrong too.
+        if not ((factors * divisor - 1).abs() <= FACTOR_TOLERANCE).all():
+            self._wrong.append(f"a token's loss is not divided by the step's {counted:,} labels")
+
     def _add(self, problem: str, names: list[str]) -> None:
         """Add a line about `problem` if modules, products or weights of these names have it."""
         if names:
@@ -157,7 +169,7 @@ class StepCheck(Observer):
 
     @contextmanager
     def update(
-        self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
+        self, step: Step, learning_rate: float, past_updates: int, losses: Mapping[str, float]
     ) -> Iterator[None]:
         """Compare the update with torch's, and `losses` with the losses of the microbatches.
 
@@ -170,14 +182,13 @@ class StepCheck(Observer):
             optimizer=self._optimizer,
             recipe=self._recipe,
             learning_rate=learning_rate,
-            past_updates=updates,
+            past_updates=past_updates,
             clipping=expected_clipping(hf, self._recipe.optimizer.clip),
         )
-        wrong = [*self._wrong]
-        differences = expect_update(update)
+        checks = checks_of(update)
         yield
-        wrong += self._wrong_losses(losses)
-        wrong += differences()
+        wrong = self._wrong + self._wrong_losses(losses)
+        wrong += sorted({line for check in checks for line in check.differences()})
         if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n  ".join(wrong or ["see the message of another process"])
             raise TrainingHalted(
@@ -209,10 +220,10 @@ class StepCheck(Observer):
     def _fit_bf16(self, seen: list[Tensor], *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
-        The samples are `some_values` of each FP32 sum. Zeros are not counted. The gradients of one
-        microbatch may be BF16 values, and so may their sum with equal gradients. Therefore return
-        False unless two microbatches in the sums have different mean losses. A microbatch without
-        labels has no gradients.
+        Then the sums were rounded to BF16, with one exception: the gradients of one microbatch may
+        be BF16 values, and so may their sum with equal gradients. Therefore return False unless two
+        microbatches in the sums have different mean losses. The samples are `some_values` of each
+        FP32 sum. Zeros are not counted.
 
         seen: for each microbatch in the sums, a tensor that begins with the number of its labels
             and its summed loss.
@@ -221,16 +232,18 @@ class StepCheck(Observer):
         samples = [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         # A zero keeps the list from being empty if no gradient is FP32.
         values = torch.cat([torch.zeros(1, device=self._packed.hf.device), *samples])
-        is_used = values != 0
-        fits = is_used & (values.view(torch.int32) & 0xFFFF == 0)
+        is_counted = values != 0
+        # BF16 has the upper 16 bits of an FP32 value.
+        fits = is_counted & (values.view(torch.int32) & 0xFFFF == 0)
         labels, losses, _ = torch.stack(seen).double().unbind(1)
+        # The mean is NaN for a microbatch without labels, which has no gradients. The comparison
+        # below is false for NaN.
         means = losses / labels
         if over_ranks:
             means = self._accelerator.gather(means)
-        # A microbatch without labels has the mean NaN, which differs from nothing.
         mean = means.nanmean()
-        differ = ((means - mean).abs() > EQUAL_LOSSES * mean.abs()).any()
-        return differ & (fits.sum() > BF16_VALUED * is_used.sum())
+        losses_differ = ((means - mean).abs() > EQUAL_LOSSES * mean.abs()).any()
+        return losses_differ & (fits.sum() > BF16_VALUED * is_counted.sum())
 
 
 class CachedWeights(Probe):

@@ -9,7 +9,7 @@ torch.optim.Muon, and checks of later steps take other matrices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from random import Random
 from typing import Any, NamedTuple
@@ -63,19 +63,19 @@ class Update(NamedTuple):
     clipping: Tensor | float
 
 
-def expect_update(update: Update) -> Callable[[], list[str]]:
-    """Compute the expected update when the gradients are complete, before the optimizer's step.
+def checks_of(update: Update) -> list[TorchUpdate | TorchMatrix]:
+    """Compute the expected values of an update, before the optimizer's step.
 
-    Return a function for the time after the step. It returns one line of text for each kind of
-    fault. All ranks must call both functions.
+    Call this when the gradients are complete. After the step, `differences` of each check returns
+    its faults. All ranks must call this function and `differences`.
     """
-    checks = [TorchUpdate(update).differences]
+    checks: list[TorchUpdate | TorchMatrix] = [TorchUpdate(update)]
     optimizer = update.optimizer
     if isinstance(optimizer, Muon):
-        checks.append(TorchMomentum(update).differences)
+        checks.append(TorchMomentum(update))
         chosen = one_of_each_shape([*optimizer.matrix_weights.values()], update.past_updates)
-        checks += [expect_matrix(weight, update) for weight in chosen]
-    return lambda: sorted({line for check in checks for line in check()})
+        checks += [TorchMatrix(weight, update) for weight in chosen]
+    return checks
 
 
 def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
@@ -166,7 +166,8 @@ class TorchUpdate:
         self._wrong: set[str] = set()
         self._names: list[str] = []
         self._are_decayed: list[bool] = []
-        # Map "weights", "gradients" and each name in the state to the tensors of all parameters.
+        # Map each kind of tensor ("weights", "gradients" and the names in the optimizer's state) to
+        # the tensors of this kind, one for each name in `_names`.
         self._tensors: dict[str, list[Tensor]] = defaultdict(list)
         for group in update.optimizer.param_groups:
             for parameter in group["params"]:
@@ -180,10 +181,7 @@ class TorchUpdate:
             "weights": recipe.weights,
             **dict.fromkeys(self.moments, recipe.moments_kept_in),
         }
-        for kind, mode in self._modes.items():
-            dtypes = {dtype_name(tensor.dtype) for tensor in self._tensors[kind]}
-            for wrong in dtypes - {WEIGHT_DTYPES[mode]}:
-                self._wrong.add(f"{kind} are {wrong}, not {WEIGHT_DTYPES[mode]}")
+        self._check_dtypes()
         self._before = self._values()
         gradient = self._sampled("gradients").float() * update.clipping
         self._expected = self._updated_by_torch(gradient)
@@ -204,6 +202,13 @@ class TorchUpdate:
         for key, value in expected.items():
             if group[key] != value:
                 self._wrong.add(f"{self.algorithm}'s {key} is {group[key]}, not {value}")
+
+    def _check_dtypes(self) -> None:
+        """Check that the tensors of each kind have the dtype of the recipe."""
+        for kind, mode in self._modes.items():
+            dtypes = {dtype_name(tensor.dtype) for tensor in self._tensors[kind]}
+            for wrong in dtypes - {WEIGHT_DTYPES[mode]}:
+                self._wrong.add(f"{kind} are {wrong}, not {WEIGHT_DTYPES[mode]}")
 
     def differences(self) -> list[str]:
         """Return one line of text for each kind of fault in the optimizer's step."""
@@ -301,46 +306,52 @@ def one_of_each_shape(weights: Sequence[MatrixWeight], past_updates: int) -> lis
     return list({weight.shape: weight for weight in shuffled}.values())
 
 
-def expect_matrix(weight: MatrixWeight, update: Update) -> Callable[[], list[str]]:
-    """Update one random matrix of `weight` by torch.optim.Muon.
+class TorchMatrix:
+    """The expected result of Muon's update: torch.optim.Muon on one random matrix of a weight.
 
-    Return a function for the time after the step, as `expect_update`.
+    Create the object when the gradients are complete, and call `differences` after the optimizer's
+    step.
     """
-    parameter = weight.parameter
-    state = update.optimizer.state[parameter]
-    number = Random(update.past_updates).randrange(weight.shape[0])
 
-    def matrix(tensor: Tensor) -> Tensor:
-        """Return the matrix in a tensor with the shape of its parameter, over all shards."""
-        return weight.split(gathered(tensor.detach()))[number]
+    def __init__(self, weight: MatrixWeight, update: Update) -> None:
+        """Compute the expected matrix. All ranks must call this."""
+        self._weight = weight
+        self._name = update.names[weight.parameter]
+        self._state = update.optimizer.state[weight.parameter]
+        self._number = Random(update.past_updates).randrange(weight.shape[0])
+        gradient: Any = gradient_of(weight.parameter)
+        options = muon_options(update)
+        self._decay = options["lr"] * options["weight_decay"]
+        self._before = self._values()
+        # The reference updates this momentum in place.
+        self._momentum = self._matrix(self._state[MOMENTUM]).float().clone()
+        copy = nn.Parameter(self._before.clone())
+        copy.grad = self._matrix(gradient).float() * update.clipping
+        reference = torch.optim.Muon([copy], **options)
+        reference.state[copy] = {"momentum_buffer": self._momentum}
+        reference.step()
+        exact = copy.detach()
+        self._expected = exact.bfloat16().float() if update.recipe.weights == "bf16" else exact
+        self._rounding = self._expected - exact + ROUNDING * exact
 
-    def values() -> Tensor:
+    def differences(self) -> list[str]:
+        """Return a line if the matrix is wrong, and one if its decay is. All ranks must call it."""
+        change = self._expected - self._before
+        error = self._values() - self._expected
+        matrices = (self._before, change, error, self._rounding)
+        wrong = wrong_parts(self._decay, *(_weighted(x, self._momentum) for x in matrices))
+        return [f"{part} of a matrix in {self._name}" for part in wrong]
+
+    def _values(self) -> Tensor:
         """Return a copy of the matrix with its remainders, FP32."""
-        remainder = state.get("remainder")
+        remainder = self._state.get("remainder")
         # Ranks cannot gather int16.
-        bits = None if remainder is None else matrix(remainder.int())
-        return master_of(matrix(parameter), bits).clone()
+        bits = None if remainder is None else self._matrix(remainder.int())
+        return master_of(self._matrix(self._weight.parameter), bits).clone()
 
-    gradient: Any = gradient_of(parameter)
-    options = muon_options(update)
-    before = values()
-    momentum = matrix(state[MOMENTUM]).float().clone()
-    copy = nn.Parameter(before.clone())
-    copy.grad = matrix(gradient).float() * update.clipping
-    reference = torch.optim.Muon([copy], **options)
-    reference.state[copy] = {"momentum_buffer": momentum}
-    reference.step()
-    exact = copy.detach()
-    expected = exact.bfloat16().float() if update.recipe.weights == "bf16" else exact
-    rounding = expected - exact + ROUNDING * exact
-    decay = options["lr"] * options["weight_decay"]
-
-    def differences() -> list[str]:
-        matrices = (before, expected - before, values() - expected, rounding)
-        wrong = wrong_parts(decay, *(_weighted(tensor, momentum) for tensor in matrices))
-        return [f"{part} of a matrix in {update.names[parameter]}" for part in wrong]
-
-    return differences
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        """Return the matrix in a tensor with the shape of its parameter, over all shards."""
+        return self._weight.split(gathered(tensor.detach()))[self._number]
 
 
 def _weighted(values: Tensor, momentum: Tensor) -> Tensor:
