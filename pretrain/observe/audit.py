@@ -84,13 +84,10 @@ def audit_products(
     entries = []
     for name, (module, weight) in multiplied.items():
         observed = observer.products.get(name, ())
+        kind = type(module).__name__
         # The code of fused layers and of grouped experts announces each product (`watched`).
         is_announced = name in fused or isinstance(module, GroupedExperts)
-        decision = decisions.get(name, Decision(active.name))
-        kind = type(module).__name__
         effective = _precision_in_torch(observed, is_announced)
-        requested = decision.requested
-        reason = decision.reason
         engine = "torch"
         products = {}
         if name in low:
@@ -98,6 +95,9 @@ def audit_products(
             engine = active.engine
             for product in _with_weight(observed):
                 products[product.gemm] = f"{product.left} x {product.right}"
+        decision = decisions.get(name, Decision(active.name))
+        requested = decision.requested
+        reason = decision.reason
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
@@ -126,9 +126,9 @@ def audit_products(
 
 
 def _multiplied(hf: PreTrainedModel) -> dict[str, tuple[nn.Module, Tensor]]:
-    """Map names to modules that multiply with a matrix, and to the matrix.
+    """Return the modules that multiply with a matrix, and the matrix of each, by module name.
 
-    The name of a stack of experts is the name of its parameter.
+    A stack of experts has an entry of its own, with the name of its parameter.
     """
     multiplied: dict[str, tuple[nn.Module, Tensor]] = {}
     for name, module in hf.named_modules():
@@ -137,8 +137,9 @@ def _multiplied(hf: PreTrainedModel) -> dict[str, tuple[nn.Module, Tensor]]:
                 multiplied[stack.name] = (module, module.get_parameter(key))
         # An embedding looks up rows, and a convolution of a hybrid model has no matrix product.
         elif not isinstance(module, nn.Embedding | nn.Conv1d):
-            for matrix in matrices_of(module)[:1]:
-                multiplied[name] = (module, matrix)
+            matrices = matrices_of(module)
+            if matrices:
+                multiplied[name] = (module, matrices[0])
     return multiplied
 
 
@@ -197,7 +198,8 @@ class ProductAudit(Observer):
         with self.packed.register_forward_pre_hook(start_microbatch), observer.observing():
             yield
         # A microbatch that did not run has no products.
-        observed += [{}] * (len(batches.microbatches) - len(observed))
+        missing = len(batches.microbatches) - len(observed)
+        observed += [{}] * missing
         for number, products in enumerate(observed, 1):
             entries = [
                 entry | {"effective": _effective_in(active, products.get(entry["name"], ()))}
@@ -213,7 +215,8 @@ class ProductAudit(Observer):
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Check the histories of delayed scaling in the first microbatch."""
         context = self.packed.context
-        with watching_histories(context, context.current) as wrong:
+        wrong: list[str] = []
+        with watching_histories(context, context.current, wrong):
             yield
         if wrong:
             raise InputError(
@@ -290,13 +293,13 @@ def _precision_in_torch(observed: Sequence[ObservedProduct], all_three: bool) ->
     all_three: True if forward, dgrad and wgrad must all have run. Then the text also lists the
         products that did not run.
     """
-    # The precision of a product that only torch announces is that of its forward. In backward,
-    # torch may sum over rows in another dtype.
+    # Without `all_three`, only the forward is judged, because torch may sum over rows in another
+    # dtype in backward.
     judged = [product for product in observed if all_three or product.gemm == "forward"]
-    operands = {operand for product in judged for operand in (product.left, product.right)}
-    if not operands:
+    kinds = {kind for product in judged for kind in (product.left, product.right)}
+    if not kinds:
         return "not run"
-    dtypes = " x ".join(sorted(operands))
+    dtypes = " x ".join(sorted(kinds))
     name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
     missing = _not_run(observed) if all_three else []
     return ", ".join([name, *missing])

@@ -66,6 +66,7 @@ class Audit(list[Product]):
     """List of the products of a model. `str` returns a table with one line for equal layers."""
 
     def __str__(self) -> str:
+        # Layers are equal if their names differ only in numbers.
         lines = Counter(
             product._replace(name=re.sub(r"\b\d+\b", "*", product.name) or "(model)")
             for product in self
@@ -205,11 +206,13 @@ class ModelObserver(ProductObserver):
         if owners and name not in owners:
             name = owners[-1]
         if gemm is None:
-            # The kind of a product with the weight, if this is one.
-            kind = "forward" if self._stack or node is None else "dgrad"
-            gemm = kind if owners else _gemm_of(operands, self._modules[name], kind)
+            with_weight = "forward" if self._stack or node is None else "dgrad"
             if self._stack and name in self._complete:
                 gemm = "forward"
+            elif owners:
+                gemm = with_weight
+            else:
+                gemm = _gemm_of(operands, self._modules[name], with_weight)
         left, right = (
             operand_kind(operand, scale) + origin.fp8
             for operand, scale, origin in zip(operands, scales, origins, strict=True)
@@ -229,25 +232,31 @@ class ModelObserver(ProductObserver):
     def audit(self) -> Audit:
         """Return all products, and an entry for each module whose products are not visible."""
         result = Audit()
-        for announced, products in self.products.items():
-            # The model may have been wrapped after the linears got their names.
-            names = (name for name in self._modules if f".{name}".endswith(f".{announced}"))
-            name = min(names, key=len, default=announced)
+        for recorded_name, products in self.products.items():
+            name = self._present_name(recorded_name)
             # The name of a stack of experts is the name of its parameter.
             module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
+            class_name = type(module).__name__
             # Equal products of a module have one entry.
-            result += [
-                Product(name, type(module).__name__, *product)
-                for product in dict.fromkeys(products)
-            ]
+            result += [Product(name, class_name, *product) for product in dict.fromkeys(products)]
         with_products = [f"{product.name}." for product in result]
         for name in self._called:
             module = self._modules[name]
+            multiplies = matrices_of(module) and not isinstance(module, nn.Embedding)
             # The products of a module may belong to its submodules or parameters.
             is_visible = any(path.startswith(f"{name}.") for path in with_products)
-            if matrices_of(module) and not is_visible and not isinstance(module, nn.Embedding):
+            if multiplies and not is_visible:
                 result.append(Product(name, type(module).__name__, "not visible", "", "", ""))
         return result
+
+    def _present_name(self, name: str) -> str:
+        """Return the name of a module in the model, for the name that a product was recorded with.
+
+        A `watched` block has the name from the time when the linear was converted. If the model was
+        wrapped later, the present name has a prefix.
+        """
+        candidates = (present for present in self._modules if f".{present}".endswith(f".{name}"))
+        return min(candidates, key=len, default=name)
 
 
 def matrices_of(module: nn.Module) -> list[Tensor]:
@@ -258,22 +267,24 @@ def matrices_of(module: nn.Module) -> list[Tensor]:
 def _storage(operand: Any) -> StorageWeakRef | None:
     """Return the identity of a tensor's memory, or None for a subclass and for another object.
 
-    Unlike an address, it is not used again for other memory while the audit has it.
+    Unlike an address, the identity is never reused for other memory as long as the audit keeps it.
     """
     is_plain = type(operand) in (Tensor, nn.Parameter)
     return StorageWeakRef(operand.untyped_storage()) if is_plain else None
 
 
-def _gemm_of(operands: Sequence[Tensor], module: nn.Module, kind: str) -> str:
-    """Return the kind of a product from its shapes: `kind`, "wgrad" or "other".
+def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:
+    """Return the kind of a product from its shapes: `with_weight`, "wgrad" or "other".
 
     It is used for operands that are not known to be copies of a weight of `module`.
 
-    kind: the kind if an operand is a weight: "forward" or "dgrad".
+    with_weight: the kind of the product if an operand is a weight: "forward" or "dgrad".
     """
     left, right = (operand.shape[-2:] for operand in operands)
-    shapes = {tuple(sorted(weight.shape[-2:])) for weight in matrices_of(module)}
+    # A weight may be transposed, so the order of the two sizes is ignored.
+    weights = [sorted(weight.shape[-2:]) for weight in matrices_of(module)]
     # The gradient of a weight has the shape of the weight.
-    if kind == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
+    if with_weight == "dgrad" and sorted((left[0], right[1])) in weights:
         return "wgrad"
-    return kind if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"
+    has_weight = sorted(left) in weights or sorted(right) in weights
+    return with_weight if has_weight else "other"

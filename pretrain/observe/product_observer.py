@@ -13,7 +13,7 @@ compares products with exact products (pretrain/observe/product_check.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -54,6 +54,15 @@ class ObservedProduct(NamedTuple):
     engine: str
 
 
+class _Block(NamedTuple):
+    """A `watched` block that is running, with the arguments of `watched`."""
+
+    names: Sequence[str]
+    gemm: str
+    emulated: Sequence[str] | None
+    swapped: bool
+
+
 class ProductObserver:
     """Record the products of each linear.
 
@@ -64,10 +73,9 @@ class ProductObserver:
 
     def __init__(self) -> None:
         self.products: dict[str, list[ObservedProduct]] = {}
-        # For each `watched` block that is running, the function that records a product. It gets the
-        # kinds of both operands and the engine. The innermost block is the last one. Blocks are
-        # nested if a layer is recomputed inside the backward of another product.
-        self._running: list[Callable[[Sequence[str], str], None]] = []
+        # The `watched` blocks that are running, the innermost one last. Blocks are nested if a
+        # layer is recomputed inside the backward of another product.
+        self._running: list[_Block] = []
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -109,19 +117,7 @@ class ProductObserver:
         only during the `with` body, because a dispatch mode around a whole step would prevent
         torch.compile from compiling the step.
         """
-
-        def add(kinds: Sequence[str], engine: str) -> None:
-            left, right = kinds
-            if swapped:
-                left, right = right, left
-            if emulated:
-                left, right = emulated
-                engine = "emulation"
-            product = ObservedProduct(gemm, left, right, engine)
-            for name in names:
-                self.products.setdefault(name, []).append(product)
-
-        self._running.append(add)
+        self._running.append(_Block(names, gemm, emulated, swapped))
         try:
             with TorchProducts(self):
                 yield
@@ -137,13 +133,24 @@ class ProductObserver:
     ) -> None:
         """Record a product, if it runs inside a `watched` block.
 
-        operands: tensors as the kernel receives them, or quantized tensors of Transformer Engine.
+        operands: both factors, as tensors that the kernel receives, or as quantized tensors of
+            Transformer Engine.
         scales: the scales of both operands, if the kernel receives them as separate tensors. They
             and `gemm`, the kind of product, are for products outside of a `watched` block.
         engine: the library or the operation that multiplies.
         """
-        if self._running:
-            self._running[-1](list(map(operand_kind, operands)), engine)
+        if not self._running:
+            return
+        block = self._running[-1]
+        left, right = map(operand_kind, operands)
+        if block.swapped:
+            left, right = right, left
+        if block.emulated:
+            left, right = block.emulated
+            engine = "emulation"
+        product = ObservedProduct(block.gemm, left, right, engine)
+        for name in block.names:
+            self.products.setdefault(name, []).append(product)
 
     def follow_values(self, operation: Any, result: Any, source: Any = None) -> None:
         """Do nothing. An observer may follow the values of tensors through all operations.
@@ -166,20 +173,30 @@ class TorchProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A subclass of Tensor, such as the FP8 tensor of torchao, computes the operation by other
-        # operations. They are observed instead.
+        """Run an operation of torch. If it is a product, record it first.
+
+        A subclass of Tensor, such as the FP8 tensor of torchao, computes the operation by other
+        operations, which are observed instead.
+        """
         if set(types) - {torch.Tensor, torch.nn.Parameter}:
             return NotImplemented
         operation = getattr(function, "overloadpacket", None)
         if operation in FACTORS:
             factors = args[FACTORS[operation]]
-            scales = args[2:4] if operation in SCALED else (None, None)
-            if operation is _aten._scaled_mm_v2:
-                scales = args[2][0], args[5][0]
+            scales = _scales_in(operation, args)
             self._observer.record(*factors, scales=scales, engine=str(operation))
         result = function(*args, **(kwargs or {}))
         self._observer.follow_values(operation, result, *args[:1])
         return result
+
+
+def _scales_in(operation: Any, args: tuple[Any, ...]) -> Sequence[Tensor | None]:
+    """Return the scales of both factors in the arguments of a product, or two times None."""
+    if operation is _aten._scaled_mm_v2:
+        # Each factor has a list of scales. The first one is that of its values.
+        left_scales, right_scales = args[2], args[5]
+        return left_scales[0], right_scales[0]
+    return args[2:4] if operation in SCALED else (None, None)
 
 
 def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
@@ -195,11 +212,14 @@ def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
     grid = dict(FP8_FORMATS.values()).get(operand.dtype)
     if grid is None:
         return dtype_name(operand.dtype)
-    # Number of values that share a scale.
-    sharing = operand.numel() // (1 if scale is None else scale.numel())
-    scaling = "row-scaled" if sharing in operand.shape else f"in blocks of {sharing}"
-    if sharing == operand.numel():
+    scales = 1 if scale is None else scale.numel()
+    values_per_scale = operand.numel() // scales
+    if values_per_scale == operand.numel():
         scaling = "tensor-scaled"
+    elif values_per_scale in operand.shape:
+        scaling = "row-scaled"
+    else:
+        scaling = f"in blocks of {values_per_scale}"
     return f"{grid.name.lower()} {scaling}"
 
 
