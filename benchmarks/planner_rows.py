@@ -53,7 +53,7 @@ def _work_in(values: Mapping[str, str]) -> Work:
         quantized_head=head == "head",
         coded_share=float(PRECISIONS[precision].quantized),
         attention=f"packed_{values['attention']}",
-        mean_squared=float(values["mean_squared_length"]),
+        squared_length_per_token=float(values["mean_squared_length"]),
         tokens=int(values["tokens_per_step"]) // gpus,
         microbatch=int(values["microbatch_tokens"]),
         devices=Devices(

@@ -97,7 +97,7 @@ def _trainings_in_precisions(
 ) -> tuple[dict[str, tuple[Training, PreTrainedModel]], list[str]]:
     """Check a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
 
-    If the user has set the precision of the recipe, it is compared with BF16 alone.
+    If the user has set the precision of the recipe, only this precision and BF16 are checked.
 
     Return two values. The first maps precisions to results of `training_elsewhere`, and begins with
     the precision of the recipe. The second lists why other precisions do not suit the recipe.
@@ -107,22 +107,22 @@ def _trainings_in_precisions(
     # Open the packs once for all precisions.
     data = None if unprepared(recipe.data) else open_data(recipe.data, is_main_process=True)
     training, shapes = training_elsewhere(recipe, overrides, data)
-    # A label is a precision, which +head follows if the head is quantized too.
-    label = training.schedule.label
-    head = recipe.fp8_config.scope.removeprefix("linear")
+    # A label is a precision, which "+head" follows if the head is quantized too.
+    recipe_label = training.schedule.label
+    suffix = recipe.fp8_config.scope.removeprefix("linear")
     # Without a quantized phase, the scope has no meaning.
     if training.schedule.quantizes:
-        label += head
-    trainings = {label: (training, shapes)}
+        recipe_label += suffix
+    trainings = {recipe_label: (training, shapes)}
     labels = [BF16.name]
     if loaded.precision is None:
-        labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
+        labels += [*(name + suffix for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     unsuitable = []
     for label in dict.fromkeys(labels):
         if label in trainings:
             continue
-        name, plus, scope = label.partition("+")
-        settings = recipe.fp8_config.model_copy(update={"scope": f"linear{plus}{scope}"})
+        name = label.removesuffix("+head")
+        settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
         candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
             trainings[label] = training_elsewhere(candidate, overrides, data)
@@ -156,7 +156,7 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> tuple[str, s
         prediction = predict(plan)
         rows.append(_row(label, plan, prediction, price))
         reason = prediction.reason if fits(plan) else f"does not fit; {SAVE_MEMORY}"
-        for remark in filter(None, [*plan.experts_in_bf16, reason]):
+        for remark in filter(None, [*plan.expert_warnings, reason]):
             remarks[remark].append(label)
     card = card_called(devices.name, "--on")
     major, minor = card.capability
@@ -190,7 +190,7 @@ def _row(
         needed += f" + {bytes_text(plan.host_memory)} host"
     if fits(plan):
         speed = prediction.tokens_per_second
-        speed_text = with_bar(speed, prediction.bar, ",.0f")
+        speed_text = with_bar(speed, prediction.error, ",.0f")
     else:
         speed = None
         speed_text = "does not fit"
@@ -199,11 +199,11 @@ def _row(
         packs += f", {devices.topology}"
     seconds = plan.total_tokens / speed if speed else None
     dollars = price * devices.count * seconds / 3600 if price and seconds else None
-    gain_bar = prediction.gain_bar if plan.schedule.quantizes else None
+    gain_error = prediction.gain_error if plan.schedule.quantizes else None
     cells = [
         label,
         speed_text,
-        with_bar(prediction.gain, gain_bar, ".2f"),
+        with_bar(prediction.gain, gain_error, ".2f"),
         packs,
         needed,
         or_dash(seconds, units.duration),

@@ -7,10 +7,10 @@ BF16, in FP8 with a scale per tensor, and in FP8 with a scale per block.
 `python -m benchmarks.planner_fit` fits them again and prints the errors. The other constants are
 read off profiles of steps and of kernels in benchmarks/results.
 
-The bar of a prediction is the error of the card (`pretrain.metrics.cards`), and at least
-ROUGH_SPEED_BAR on several GPUs, with experts, and with layers that are not fused. The speed is not
-known if no step was measured on a similar card. The gain over BF16 may still be known, because most
-errors are the same in both precisions.
+The error of a prediction is the error of the card (`pretrain.metrics.cards`), and at least
+ROUGH_SPEED_ERROR on several GPUs, with experts, and with layers that are not fused. The speed is
+not known if no step was measured on a similar card. The gain over BF16 may still be known, because
+most errors are the same in both precisions.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ EXPOSED_SHARE = 0.394
 # and to reduce its FP32 gradient.
 SENT_BYTES = {"sum": 8, "gather": 2, "reduce": 4}
 
-# Half-width of the error of a speed on several GPUs, with experts, and with layers that are not
-# fused. The measured steps of these classes differed by up to 12 % from the predicted ones.
-ROUGH_SPEED_BAR = 0.15
-# Half-widths of the error of a gain: if the speed has the error MEASURED, and in all other cases.
-GAIN_BAR = 0.05
-ROUGH_GAIN_BAR = 0.10
+# Error of a speed on several GPUs, with experts, and with layers that are not fused. The measured
+# steps of these classes differed by up to 12 % from the predicted ones.
+ROUGH_SPEED_ERROR = 0.15
+# Errors of a gain: if the speed has the error MEASURED, and in all other cases.
+GAIN_ERROR = 0.05
+ROUGH_GAIN_ERROR = 0.10
 # No speed is predicted for microbatches with fewer tokens, because they wait for the host: FP8 was
 # 6 and 16 % slower than predicted with 2,048 and 1,024 tokens (planner_rows.csv). More GPUs were
 # not measured.
@@ -73,15 +73,16 @@ HOST_GPUS = 8
 class Prediction:
     """Predicted speed, as a mean over the steps of a run."""
 
-    # Tokens per second of all devices together, and the half-width of its error as a fraction. None
-    # if the speed is not known.
+    # Tokens per second of all devices together, or None if the speed is not known.
     tokens_per_second: float | None = None
-    bar: float | None = None
+    # Largest expected error of the speed, as a fraction of the speed.
+    error: float | None = None
     # Reason why the speed is not known, or "".
     reason: str = ""
-    # Speed divided by the speed in BF16, and the half-width of its error. None if not known.
+    # Speed divided by the speed in BF16, or None if it is not known.
     gain: float | None = None
-    gain_bar: float | None = None
+    # Largest expected error of the gain, as a fraction of the gain.
+    gain_error: float | None = None
 
 
 # ── The formula ───────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +168,7 @@ def _attention_seconds(card: Card, work: Work, bf16_rate: float) -> float:
     bf16_rate: the FLOP/s of GEMMs in BF16.
     """
     rate_share, seconds_on_hopper = ATTENTION[work.attention]
-    flops_per_token = work.flops.per_squared_length * work.mean_squared
+    flops_per_token = work.flops.per_squared_length * work.squared_length_per_token
     # The first part grows with the length of documents. The second part is that of short ones.
     shape = work.flops.shape
     short_seconds = shape.layers * shape.heads * seconds_on_hopper * FP32_OF_HOPPER / card.fp32
@@ -175,19 +176,27 @@ def _attention_seconds(card: Card, work: Work, bf16_rate: float) -> float:
 
 
 def _bytes_sent(work: Work, microbatches: float) -> float:
-    """Return the bytes that a device sends in a step."""
-    copies = work.devices.count // work.devices.shards
-    stored = work.flops.parameters / work.devices.shards
+    """Return the bytes that a device sends in a step.
+
+    microbatches: the number of microbatches in a step.
+    """
+    devices = work.devices
+    stored = work.flops.parameters / devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
+    copies = devices.count // devices.shards
     sent = SENT_BYTES["sum"] * stored * (copies - 1) / copies
-    if work.devices.shards > 1:
-        # The other weights are gathered by forward and backward of each microbatch.
-        gathered_once_share = 1.0 if work.devices.topology == "zero" else work.coded_share
-        reductions = microbatches if work.devices.topology == "fsdp2" else 1
-        gathers = gathered_once_share + (1 - gathered_once_share) * 2 * microbatches
-        sent_per_parameter = SENT_BYTES["gather"] * gathers + SENT_BYTES["reduce"] * reductions
-        sent += sent_per_parameter * stored * (work.devices.shards - 1)
-    return sent
+    if devices.shards == 1:
+        return sent
+    gathered_once_share = 1.0
+    reductions = 1.0
+    if devices.topology == "fsdp2":
+        gathered_once_share = work.coded_share
+        reductions = microbatches
+    # All other weights are gathered by forward and backward of each microbatch.
+    gathers = gathered_once_share + (1 - gathered_once_share) * 2 * microbatches
+    sent_per_parameter = SENT_BYTES["gather"] * gathers + SENT_BYTES["reduce"] * reductions
+    # Each shard is sent to, or reduced with, all other shards.
+    return sent + sent_per_parameter * stored * (devices.shards - 1)
 
 
 # ── The prediction and its error ──────────────────────────────────────────────────────────────────
@@ -200,19 +209,20 @@ def predict(plan: Plan) -> Prediction:
     error = card.error or 0.0
     for first, last, active in plan.schedule.spans:
         work = work_of(plan, active)
-        if reason := _why_not(plan, card, work):
+        if reason := _why_not_predicted(plan, card, work):
             return Prediction(reason=reason)
         if work.devices.count > 1 or work.flops.expert_weights or not work.fused:
-            error = max(error, ROUGH_SPEED_BAR)
+            error = max(error, ROUGH_SPEED_ERROR)
         steps = last - first + 1
         seconds += steps * sum(step_seconds(card, work).values())
         in_bf16 += steps * sum(step_seconds(card, _in_bf16(work)).values())
     gain = in_bf16 / seconds
     if card.error is None:
         reason = "no step was measured on a similar card"
-        return Prediction(reason=reason, gain=gain, gain_bar=ROUGH_GAIN_BAR)
-    gain_bar = GAIN_BAR if error == MEASURED else ROUGH_GAIN_BAR
-    return Prediction(plan.total_tokens / seconds, error, gain=gain, gain_bar=gain_bar)
+        return Prediction(reason=reason, gain=gain, gain_error=ROUGH_GAIN_ERROR)
+    speed = plan.total_tokens / seconds
+    gain_error = GAIN_ERROR if error == MEASURED else ROUGH_GAIN_ERROR
+    return Prediction(speed, error, gain=gain, gain_error=gain_error)
 
 
 def _in_bf16(work: Work) -> Work:
@@ -227,7 +237,7 @@ def _in_bf16(work: Work) -> Work:
     )
 
 
-def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
+def _why_not_predicted(plan: Plan, card: Card, work: Work) -> str | None:
     """Return the reason why neither speed nor gain is predicted for a step of `plan`, or None."""
     precision = work.precision
     costs = COSTS.get(precision)

@@ -20,30 +20,34 @@ class Work:
     """The work of a training step on one device."""
 
     flops: ModelFlops
-    # Name of the precision. `quantized_head` is True if the LM head is quantized too.
+    # Name of the precision.
     precision: str
+    # True if the LM head is quantized too.
     quantized_head: bool
-    # Shares of the layers' weights outside of experts, and of experts, that stay in BF16.
+    # Share of the layers' weights outside of experts that stay in BF16.
     bf16_share: float = 0.0
+    # Share of the weights of experts that stay in BF16.
     bf16_experts_share: float = 0.0
     # Share of the layers that keep codes of their weights. FSDP2 gathers these weights once a step.
     coded_share: float = 0.0
     # Name of the packed attention.
     attention: str
-    # Mean over tokens of the length of the document that contains the token.
-    mean_squared: float
-    # Numbers of tokens that a device computes in a step and in a microbatch.
+    # Sum of the squared lengths of the documents, divided by the number of tokens.
+    squared_length_per_token: float
+    # Number of tokens that a device computes in a step.
     tokens: int
+    # Number of tokens in a microbatch.
     microbatch: int
     devices: Devices
-    # Bytes of a parameter's gradient sum, of its moments in the mean, and of the state that is
-    # copied from the host and back.
+    # Bytes of a parameter's gradient sum.
     gradient_bytes: int
+    # Mean bytes of a parameter's moments.
     moment_bytes: float
+    # Mean bytes of a parameter's optimizer state that is copied from the host and back.
     offloaded_bytes: float
     # True if all layers are fused.
     fused: bool
-    # See RECOMPUTED. Zeros if no layer is recomputed.
+    # RECOMPUTED, multiplied by the share of the layers that are recomputed.
     recomputed_shares: tuple[float, ...]
 
 
@@ -58,10 +62,13 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     moment_bytes = (2 - flops.muon_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
     offloaded = OFFLOADED[recipe.optimizer.offload]
     quantizes = active.precision.quantized
-    # Layers that are not fused do not count the weights that stay in BF16.
-    bf16_bytes = sum(layer.unquantized_weights for layer in layers if layer.fused and quantizes)
-    layer_weights = flops.attention_weights + flops.mlp_weights
-    recomputed_layers = sum(layer.recomputed for layer in layers) / len(layers)
+    bf16_share = 0.0
+    if quantizes:
+        # In layers that are not fused, `unquantized_weights` are copies of all weights.
+        bf16_bytes = sum(layer.unquantized_weights for layer in layers if layer.fused)
+        all_bytes = active.precision.number_bytes * (flops.attention_weights + flops.mlp_weights)
+        bf16_share = bf16_bytes / all_bytes
+    recomputed_share = sum(layer.recomputed for layer in layers) / len(layers)
     offloaded_bytes = 0.0
     if "exp_avg" in offloaded:
         offloaded_bytes += moment_bytes
@@ -71,11 +78,11 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         flops=flops,
         precision=active.precision.name,
         quantized_head=quantizes and active.settings.scope != "linear",
-        bf16_share=bf16_bytes / (active.precision.number_bytes * layer_weights),
+        bf16_share=bf16_share,
         bf16_experts_share=sum(layers[-1].experts_left_out.values()),
         coded_share=sum(layer.keeps_codes for layer in layers) / len(layers),
         attention=plan.attention.name,
-        mean_squared=plan.mean_squared,
+        squared_length_per_token=plan.squared_length_per_token,
         tokens=microbatches * size * recipe.data.length,
         microbatch=size * recipe.data.length,
         devices=plan.devices,
@@ -83,5 +90,5 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         moment_bytes=moment_bytes,
         offloaded_bytes=offloaded_bytes,
         fused=all(layer.fused for layer in layers),
-        recomputed_shares=tuple(recomputed_layers * share for share in RECOMPUTED),
+        recomputed_shares=tuple(recomputed_share * share for share in RECOMPUTED),
     )

@@ -192,7 +192,7 @@ def step_memory(
     tokens = recipe.data.length * microbatch
     parameters = math.ceil(flops.parameters / devices.shards)
     head = flops.shape.vocabulary * flops.shape.hidden
-    low_head = precision.quantized and recipe.fp8_config.scope != "linear"
+    quantizes_head = precision.quantized and recipe.fp8_config.scope != "linear"
     # FP32 weights need BF16 working copies. With shards, the gathered weights are these copies.
     has_copies = recipe.weights == "fp32" and number_bytes == 2 and not devices.sharded
     if keeps_rotated:
@@ -203,7 +203,7 @@ def step_memory(
     )
     gradients = parameters * BYTES[recipe.gradients_kept_in]
     quantized_weights = sum(layer.quantized_weights for layer in layers)
-    if low_head:
+    if quantizes_head:
         quantized_weights += layouts * head
     # Parts that are counted at both peaks: at the loss, and in a layer's backward.
     parts = {
@@ -216,7 +216,7 @@ def step_memory(
         "activations": tokens * sum(layer.kept for layer in layers),
     }
     in_backward = 4 * sent_gradients + tokens * _largest_backward(layers)
-    at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
+    at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, quantizes_head, has_copies)
     # The memory of the two peaks is never needed at the same time, so only the larger one counts.
     if at_loss >= in_backward:
         parts["the loss"] = at_loss
@@ -268,12 +268,15 @@ def _values_with_shards(
     if not devices.sharded:
         return 0, 0, 0
     # The embedding and the head are outside of the layers. They have the same size.
-    layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
+    outside = head if flops.tied else 2 * head
+    layer = math.ceil((flops.parameters - outside) / flops.shape.layers)
     sent = layer if flops.tied else max(layer, head)
     if devices.gathered_once:
         return flops.parameters - layers_with_codes * layer, flops.parameters, sent
     in_use = 3 * layer if layers_with_codes < flops.shape.layers else 0
-    return in_use + head, sent + (head if flops.tied else 0), sent
+    # The gradient of a tied head is not complete before the backward of the embedding.
+    waiting = head if flops.tied else 0
+    return in_use + head, sent + waiting, sent
 
 
 def _bytes_at_loss(
@@ -282,7 +285,7 @@ def _bytes_at_loss(
     precision: Precision,
     loss: LossSettings,
     tokens: int,
-    low_head: bool,
+    quantizes_head: bool,
     has_copies: bool,
 ) -> int:
     """Return the bytes that the loss needs in addition to the kept activations.
@@ -300,13 +303,13 @@ def _bytes_at_loss(
     * the quantized layouts of the logits' gradient, if the head is quantized.
 
     tokens: number of tokens in a microbatch.
-    low_head: True if the LM head is quantized.
+    quantizes_head: True if the LM head is quantized.
     has_copies: True if weights have working copies.
     """
     shape = flops.shape
     number_bytes = precision.number_bytes
     has_second_tensor = has_copies
-    if isinstance(precision, QuantizedPrecision) and low_head:
+    if isinstance(precision, QuantizedPrecision) and quantizes_head:
         is_fused = loss.penalty is None and precision.fuses_head_on(devices.capability)
         has_second_tensor = not is_fused
     head = shape.vocabulary * shape.hidden
@@ -316,7 +319,7 @@ def _bytes_at_loss(
     size += tokens * 3 * shape.hidden * number_bytes
     if loss.kind == "chunked":
         logit_bytes = number_bytes
-        if low_head:
+        if quantizes_head:
             logit_bytes += precision.layouts_on(devices.capability)
         size += logit_bytes * shape.vocabulary * min(tokens, loss.tokens_at_once)
     return size
@@ -377,12 +380,13 @@ def layers_of(
     left_out = _experts_left_out(model, decisions) if flops.experts_per_token else {}
     result = []
     for index, (name, layer) in enumerate(layers.items()):
-        # `compiled_layer` returns a mean over all layers. In a mixture of experts, the size of the
-        # MLP in this mean is not known.
-        has_dense_mean = not flops.experts_per_token
-        fuses_mlp = has_dense_mean and not not_fused and can_fuse_mlp(name, layer, [low])
-        memory = compiled_layer(flops, active.precision, layouts, left_out, fuses_mlp=fuses_mlp)
-        if not (not_fused or assess_layer(name, layer, [low])):
+        if not_fused or assess_layer(name, layer, [low]):
+            # `compiled_layer` returns a mean over all layers. In a mixture of experts, the size of
+            # the MLP in this mean is not known.
+            has_known_mlp = not flops.experts_per_token
+            fuses_mlp = has_known_mlp and not not_fused and can_fuse_mlp(name, layer, [low])
+            memory = compiled_layer(flops, active.precision, layouts, left_out, fuses_mlp=fuses_mlp)
+        else:
             parts = Parts.of(layer)
             precisions = [
                 active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
@@ -415,24 +419,24 @@ def fused_layer(
     """Return the memory of a fused layer, computed from its shapes.
 
     parts: the modules of the decoder layer.
-    precisions: the precisions of the four linear layers in the fused layer. These are the stacked
-        projections to queries, keys and values, the output projection of attention, the stacked
-        gate and up projections, and the down projection. GPT-2 has a single linear in place of gate
-        and up.
+    precisions: the precisions of the four linear layers in the fused layer: the stacked projections
+        to queries, keys and values, the output projection of attention, the stacked gate and up
+        projections (GPT-2 has a single linear in place of them), and the down projection.
     attention: the name of the packed attention.
     layouts: number of layouts of a quantized operand.
     """
-    number_bytes = precisions[0].number_bytes
+    qkv, output, gate_up, down = precisions
+    number_bytes = qkv.number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks.values()]
     sizes = [sum(linear.weight.numel() for linear in stack) for stack in stacks]
+    # The widths of the inputs of the four linear layers. The third is `hidden` again.
     hidden, query, _, activated = (features_of(stack[0])[0] for stack in stacks)
     statistics = 8 if isinstance(parts.norms[0], nn.LayerNorm) else 4
     gate_and_up = sizes[2] // hidden
+    # The norms of heads keep their inputs, and attention keeps their rotated outputs.
     rotated = number_bytes * parts.heads.width if parts.head_norms else 0
-    # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
-    recomputed = rotated if attention in ATTENTION_KERNELS else 0
-
-    operands = [precision.operand_bytes for precision in precisions]
+    # With these kernels, the rotated outputs are kept only if memory suffices.
+    is_optional = attention in ATTENTION_KERNELS
     unquantized = 0
     quantized_bytes = 0.0
     for precision, size in zip(precisions, sizes, strict=True):
@@ -440,26 +444,24 @@ def fused_layer(
             quantized_bytes += layouts * (precision.weight_bytes or precision.operand_bytes) * size
         else:
             unquantized += size
-    *_, gate_up, down = precisions
-    keeps_activated = down.block_scaled or (down.quantized and not gate_up.quantized)
     # The input of the layer, and the sum of this input and the attention's output.
     kept: float = 2 * number_bytes * hidden
     # The outputs of the two norms, and their statistics.
-    kept += (operands[0] + operands[2]) * hidden + 2 * statistics
+    kept += (qkv.operand_bytes + gate_up.operand_bytes) * hidden + 2 * statistics
     # Queries, keys and values.
     kept += number_bytes * parts.heads.width
     # The output of attention, and its statistics.
     kept += number_bytes * query + 4 * parts.heads.query
     # The output of attention as a quantized operand.
-    if precisions[1].quantized:
-        kept += operands[1] * query
-    # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
-    kept += rotated - recomputed
+    if output.quantized:
+        kept += output.operand_bytes * query
+    if not is_optional:
+        kept += rotated
     # The inputs of the activation function.
     kept += number_bytes * gate_and_up
     # The output of the activation function, if backward does not compute it again.
-    if keeps_activated:
-        kept += operands[3] * activated
+    if down.block_scaled or (down.quantized and not gate_up.quantized):
+        kept += down.operand_bytes * activated
     return LayerMemory(
         inputs=number_bytes * hidden,
         kept=round(kept),
@@ -469,7 +471,7 @@ def fused_layer(
         unquantized_weights=number_bytes * unquantized,
         fused=True,
         keeps_codes=sum(sizes) - unquantized >= QUANTIZED_SHARE * sum(sizes),
-        rotated=recomputed,
+        rotated=rotated if is_optional else 0,
     )
 
 

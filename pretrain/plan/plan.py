@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -59,9 +59,9 @@ class Training:
     recipe: Recipe
     schedule: PrecisionSchedule
     flops: ModelFlops
-    # Mean over tokens of the length of the document that contains the token. The FLOPs of attention
-    # per token are proportional to this mean.
-    mean_squared: float
+    # Sum of the squared lengths of the documents, divided by the number of tokens. The FLOPs of
+    # attention per token are proportional to it.
+    squared_length_per_token: float
     # Number of training packs. None for a stream, or if the packs of the plan do not exist yet.
     packs: int | None = None
     # The mixture of several sources. None if there is a single source.
@@ -122,11 +122,8 @@ class Training:
 
     @property
     def flops_per_token(self) -> float:
-        """Return the mean training FLOPs per token.
-
-        The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
-        """
-        return self.flops.step(1, self.mean_squared)
+        """Return the mean training FLOPs per token."""
+        return self.flops.step(1, self.squared_length_per_token)
 
     @property
     def checkpoints_at_once(self) -> int:
@@ -235,11 +232,17 @@ class Plan(Training):
 
         microbatch: the number of packs in a microbatch.
         """
-        estimate = partial(
-            step_memory, self.recipe, self.flops, self.devices, self.loss, microbatch
-        )
         estimates = [
-            estimate(PRECISIONS[name], layers, keeps_rotated=self.keeps_rotated)
+            step_memory(
+                self.recipe,
+                self.flops,
+                self.devices,
+                self.loss,
+                microbatch,
+                PRECISIONS[name],
+                layers,
+                keeps_rotated=self.keeps_rotated,
+            )
             for name, layers in self.layers.items()
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))
@@ -260,14 +263,15 @@ class Plan(Training):
         return sum(optimizer_state(self.recipe, self.flops, self.devices, on_host=True).values())
 
     @property
-    def experts_in_bf16(self) -> list[str]:
+    def expert_warnings(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
-        return [
-            f"experts compute in BF16 ({reason})"
+        reasons = dict.fromkeys(
+            reason
             for name, layers in self.layers.items()
             for reason in layers[-1].experts_left_out
             if PRECISIONS[name].quantized
-        ]
+        )
+        return [f"experts compute in BF16 ({reason})" for reason in reasons]
 
     @property
     def warnings(self) -> list[str]:
@@ -286,7 +290,7 @@ class Plan(Training):
                 "`weights: bf16` loses the smallest updates of the weights; set `weights: "
                 "bf16_exact` to keep all of them"
             )
-        warnings += dict.fromkeys(self.experts_in_bf16)
+        warnings += self.expert_warnings
         if self.flops.uncounted:
             warnings.append(self.flops.uncounted_warning)
         return warnings
@@ -323,7 +327,7 @@ def plan_for(
     flops = training.flops
     dtype = training.compute_dtype
     case = Case(devices.type, flops.shape.head_dim, dtype, capability, flops.changed_scores)
-    attention = choose(training.recipe.model.attention, case, training.mean_squared)
+    attention = choose(training.recipe.model.attention, case, training.squared_length_per_token)
     layers = {
         active.precision.name: layers_of(
             shapes, training.flops, training.recipe, active, devices, attention.name
@@ -358,27 +362,30 @@ def spend_spare_memory(plan: Plan) -> Plan:
     plan = replace(plan, loss_chunk=None, keeps_rotated=False)
     if plan.devices.type == "cpu":
         return plan
-    most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
-    packs = plan.microbatch or max(
-        (size for size in plan.microbatch_sizes if size <= most), default=1
-    )
+    # Number of packs in a microbatch for which memory is reserved.
+    packs = plan.microbatch
+    if packs is None:
+        most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
+        packs = max((size for size in plan.microbatch_sizes if size <= most), default=1)
     if plan.recipe.loss.chunk == "auto":
         plan = replace(plan, loss_chunk=_longer_loss_chunk(plan, packs))
+    if plan.recipe.model.gradient_checkpointing != "none":
+        return plan
     rotated = replace(plan, keeps_rotated=True)
-    keeps_all = plan.recipe.model.gradient_checkpointing == "none"
-    takes_more = keeps_all and rotated.needed_memory(packs) > plan.needed_memory(packs)
-    return rotated if takes_more and _fits(rotated, packs) else plan
+    # Without rotated tensors, `rotated` needs the same memory as `plan`.
+    has_rotated = rotated.needed_memory(packs) > plan.needed_memory(packs)
+    return rotated if has_rotated and _fits(rotated, packs) else plan
 
 
 def _longer_loss_chunk(plan: Plan, packs: int) -> int | None:
-    """Return a number of tokens in a chunk of the loss that is larger than the default, or None.
+    """Return the number of tokens in a chunk of the loss that is longer than the default, or None.
 
-    The larger chunk must have at most LOGITS logits, it must not be larger than a microbatch of
-    `packs` packs, and the memory must suffice for it. Return None if no chunk meets these
-    conditions.
+    The number is the largest power of two that has at most LOGITS logits, and is not larger than a
+    microbatch of `packs` packs. Return None if it is not longer than the default, or if the memory
+    does not suffice for it.
     """
-    tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
-    longer = 2 ** int(math.log2(max(tokens, 1)))
+    most = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
+    longer = 2 ** int(math.log2(max(most, 1)))
     if longer > USUAL_LOSS_CHUNK and _fits(replace(plan, loss_chunk=longer), packs):
         return longer
     return None

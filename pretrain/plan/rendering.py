@@ -131,8 +131,9 @@ def horizon_lines(plan: Training) -> list[str]:
     """Return lines about the steps: their number, precisions, sources of data and learning rate."""
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
-    for first, last, active in plan.schedule.spans if plan.schedule.changes else ():
-        lines.append(f"steps {first:,} to {last:,} in {active.name}")
+    if plan.schedule.changes:
+        for first, last, active in plan.schedule.spans:
+            lines.append(f"steps {first:,} to {last:,} in {active.name}")
     if plan.mixture is not None:
         shares = plan.mixture.shares(plan.total_packs)
         passes = plan.mixture.epochs(plan.total_packs)

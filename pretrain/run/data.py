@@ -26,8 +26,7 @@ from packing.settings import DataSettings
 from packing.store import open_packs, unprepared
 from packing.stream import StreamedPacks
 
-# `Data.mean_squared` reads at most this number of evenly spaced packs from a source to estimate the
-# attention cost.
+# `Data.squared_length_per_token` reads at most this number of evenly spaced packs from a source.
 _SAMPLED_PACKS = 1000
 # `check_tokens` reads at most this number of evenly spaced packs from a source. With 4,096
 # tokens per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second,
@@ -65,12 +64,11 @@ class Data:
         return next((file for file in files if file.is_file()), None)
 
     @property
-    def mean_squared(self) -> float:
-        """Return the mean, over all tokens, of the length of the document that has the token.
+    def squared_length_per_token(self) -> float:
+        """Return the sum of the squared document lengths, divided by the number of tokens.
 
-        Lengths are in tokens. The attention cost of a token is proportional to this length. In one
-        pack, the mean is the sum of squared document lengths divided by the pack length. The mean
-        over all packs is estimated from evenly spaced packs of each source.
+        Lengths are in tokens. The cost of attention is proportional to this number. It is estimated
+        from evenly spaced packs of each source.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])

@@ -343,14 +343,14 @@ def _training_of(
     recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
     schedule.check(recipe.schedule, steps)
     # Without packs, assume that every pack contains one document.
-    mean_squared = float(length)
+    squared_length_per_token = float(length)
     if data:
-        mean_squared = data.mean_squared
+        squared_length_per_token = data.squared_length_per_token
         notices = [*notices, *notes_of(data.train)]
         if isinstance(data.train, MixedPacks):
             mixture = data.train.mixture
     precisions = PrecisionSchedule(checked.phases, steps)
-    return Training(recipe, precisions, flops, mean_squared, packs, mixture, notices)
+    return Training(recipe, precisions, flops, squared_length_per_token, packs, mixture, notices)
 
 
 def use_one_thread(plan: Plan) -> None:

@@ -161,7 +161,11 @@ def test_offloaded_moments_are_not_moved_in_the_memory_of_the_device() -> None:
 
 def plan(precision: str = "delayed", device: str = "H200", **changes: Any) -> Plan:
     """Return the plan of Qwen3-1.7B with the documents of the measured steps."""
-    usual = {"devices": Devices(name=device), "mean_squared": 527.0, "weights": "bf16_exact"}
+    usual = {
+        "devices": Devices(name=device),
+        "squared_length_per_token": 527.0,
+        "weights": "bf16_exact",
+    }
     usual |= {"train": {"steps": 10}, "schedule": {"warmup": 0}}
     return plan_of(precision, fused=True, **(usual | changes))
 
@@ -202,10 +206,10 @@ FEW = "no speed is predicted below 7.00 B parameters"
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "changes", "basis", "gain_bar"),
+    ("device", "precision", "changes", "basis", "gain_error"),
     [
-        ("H200", "delayed", {"mean_squared": 3000.0}, "± 7 %", 0.05),
-        ("H200", "current", {"mean_squared": 4000.0}, "± 7 %", 0.05),
+        ("H200", "delayed", {"squared_length_per_token": 3000.0}, "± 7 %", 0.05),
+        ("H200", "current", {"squared_length_per_token": 4000.0}, "± 7 %", 0.05),
         ("H200", "delayed", FULL, "± 7 %", 0.05),
         ("L40S", "delayed", {}, "± 15 %", 0.10),
         ("RTX 6000 Ada", "delayed", {}, "± 25 %", 0.10),
@@ -228,14 +232,14 @@ FEW = "no speed is predicted below 7.00 B parameters"
     ],
 )
 def test_a_prediction_says_how_sure_it_is(
-    device: str, precision: str, changes: dict, basis: str, gain_bar: float | None
+    device: str, precision: str, changes: dict, basis: str, gain_error: float | None
 ) -> None:
     prediction = predict(plan(precision, device, **changes))
-    bar = f"± {100 * prediction.bar:.0f} %" if prediction.bar else prediction.reason
-    assert bar.startswith(basis) and prediction.gain_bar == gain_bar
-    assert (prediction.tokens_per_second is None) == (prediction.bar is None)
-    assert (prediction.bar is None) == bool(prediction.reason)
-    assert (prediction.gain is None) == (gain_bar is None)
+    bar = f"± {100 * prediction.error:.0f} %" if prediction.error else prediction.reason
+    assert bar.startswith(basis) and prediction.gain_error == gain_error
+    assert (prediction.tokens_per_second is None) == (prediction.error is None)
+    assert (prediction.error is None) == bool(prediction.reason)
+    assert (prediction.gain is None) == (gain_error is None)
 
 
 def test_phases_are_weighted_by_their_steps() -> None:

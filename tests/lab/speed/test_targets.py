@@ -22,7 +22,7 @@ def plan_on(
     target: str,
     precision: str = "bf16",
     trained: PreTrainedModel | None = None,
-    mean_squared: float = 745.0,
+    squared_length_per_token: float = 745.0,
     topology: str | None = None,
     **changes: Any,
 ) -> Plan:
@@ -32,7 +32,7 @@ def plan_on(
     resolved = recipe(precision=precision, **(usual | changes))
     trained = trained or qwen3()
     schedule = schedule_of(resolved, active)
-    training = Training(resolved, schedule, flops_of(trained), mean_squared)
+    training = Training(resolved, schedule, flops_of(trained), squared_length_per_token)
     return targets.plan_on(devices_called(target), training, trained, topology)
 
 
@@ -143,5 +143,7 @@ def test_a_target_uses_the_attention_that_is_chosen_there(
 ) -> None:
     config = QWEN3 | {"head_dim": head_dim}
     settings = {"config": config, "attention": requested}
-    plan = plan_on(target, trained=on_meta(config), model=settings, mean_squared=float(length))
+    plan = plan_on(
+        target, trained=on_meta(config), model=settings, squared_length_per_token=float(length)
+    )
     assert plan.attention.name == f"packed_{attention}"

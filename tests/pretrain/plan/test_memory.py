@@ -125,7 +125,7 @@ def test_the_plan_of_a_run_has_the_memory_that_it_allocated(run: dict[str, Any])
     engine = "transformer_engine" if run_recipe.precision in QUANTIZED else "torch"
     active = active_in(run_recipe.precision, engine, scope=run_recipe.fp8_config.scope)
     schedule = schedule_of(run_recipe, active)
-    training = Training(run_recipe, schedule, flops_of(model), mean_squared=1024.0)
+    training = Training(run_recipe, schedule, flops_of(model), squared_length_per_token=1024.0)
     plan = plan_on(devices_called("H200"), training, model)
     planned = plan.needed_memory(run_recipe.batch.microbatch) / GIB
     assert planned == pytest.approx(run["memory_gib"], rel=0.01)

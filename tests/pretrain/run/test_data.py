@@ -62,11 +62,11 @@ def test_a_plan_of_this_machine_prepares_no_packs(settings: DataSettings) -> Non
     assert open_prepared(recipe, settings, is_main_process=False).train.fingerprint == prepared
 
 
-def test_mean_squared_equals_a_plain_sum(data: Data) -> None:
+def test_squared_length_per_token_equals_a_plain_sum(data: Data) -> None:
     sums = [
         sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))
     ]
-    assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
+    assert data.squared_length_per_token == pytest.approx(sum(sums) / len(sums), rel=1e-12)
 
 
 def test_another_tokenizer_with_the_same_size_is_rejected(
