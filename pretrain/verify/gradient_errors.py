@@ -105,22 +105,24 @@ def judge(
         The comparisons, the worst one first.
     """
     negligible = NEGLIGIBLE * noise[TOTAL].reference
+    # Relative errors of BF16.
     errors = {
         name: entry.difference / entry.reference
         for name, entry in noise.items()
         if entry.reference > negligible
     }
-    typical = median([error for name, error in errors.items() if name != TOTAL] or [0.0])
+    median_error = median([error for name, error in errors.items() if name != TOTAL] or [0.0])
     squares: dict[str, list[float]] = defaultdict(list)
     for name, error in errors.items():
         squares[_kind(name)].append(error**2)
     judged = []
     for name, entry in measured.items():
-        usual = max(typical, math.sqrt(mean(squares[_kind(name)] or [0.0])))
-        allowed = usual * entry.reference
+        error_of_layers = math.sqrt(mean(squares[_kind(name)] or [0.0]))
+        # The largest of the three errors, as an absolute error.
+        allowed = max(median_error, error_of_layers) * entry.reference
         if name in noise:
             allowed = max(allowed, noise[name].difference)
-        # This factor is much larger than 1 only for a scalar.
+        # The first factor is much larger than 1 only for a scalar.
         allowed *= (1 + FEW_VALUES / entry.values) * LEEWAY * resolution
         norm = max(entry.reference, negligible) or 1.0  # not 0 if all gradients are 0
         excess = entry.difference / (allowed + negligible) if entry.difference else 0.0

@@ -53,9 +53,6 @@ from pretrain.verify.reference_model import (
 )
 from pretrain.verify.reference_quantizer import compare_codes
 
-# `_run_pass` with the model, optimizer and accelerator of the run: runs forward and backward of a
-# step, and returns the loss.
-Pass = Callable[..., float]
 # Bytes per parameter that the reference needs: the weight, its gradient, the sum of its gradients,
 # and the run's gradient that is compared with this sum, all in FP32.
 PLAIN_BYTES = 16
@@ -200,10 +197,8 @@ def check_parity(
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             model.context.preserving_state(),
         ):
-            run_pass = partial(_run_pass, model, optimizer, accelerator)
-            parity = _compare(
-                model, run_pass, held_out_loss, step, packs, active, accelerator, mask_boundaries
-            )
+            path = _PackedPath(model, optimizer, accelerator)
+            parity = _compare(path, step, packs, active, held_out_loss, mask_boundaries)
         if any(from_all_ranks(bool(parity.failures))) and not parity.failures:
             parity.failures.append(
                 "another process has found mismatches; read the message of that process"
@@ -222,23 +217,40 @@ def check_parity(
             torch.cuda.reset_peak_memory_stats(device)
 
 
+class _PackedPath(NamedTuple):
+    """The path of training: the packed model of the run, and what computes its gradients."""
+
+    model: PackedLanguageModel
+    optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
+
+    def run(
+        self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None
+    ) -> float:
+        """Run forward and backward as a training step does, and return the loss.
+
+        Old gradients are cleared first. The gradients of this pass are not cleared.
+        """
+        clear_gradients(self.optimizer, self.model)
+        return forward_backward(self.model, step, self.accelerator, around_first).item()
+
+
 def _compare(
-    model: PackedLanguageModel,
-    run_pass: Pass,
-    held_out_loss: Callable[[Sequence[Microbatch]], float],
+    path: _PackedPath,
     step: StepBatches,
     packs: Sequence[Pack],
     active: ActivePrecision,
-    accelerator: Accelerator,
+    held_out_loss: Callable[[Sequence[Microbatch]], float],
     mask_boundaries: bool,
 ) -> Parity:
     """Return the result of `check_parity`, without clearing gradients or restoring the state."""
+    model = path.model
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
     # The passes use random tokens instead of the tokens of the packs.
-    drawn = _random_batches(model, step.microbatches[0], accelerator)
-    microbatches = [batch for batch, _ in drawn]
+    shapes = step.microbatches[0]
+    microbatches, documents = _random_batches(model, shapes, path.accelerator)
     step = replace(step, microbatches=microbatches)
-    tokens = accelerator.num_processes * sum(batch.valid_tokens for batch in microbatches)
+    tokens = path.accelerator.num_processes * sum(batch.valid_tokens for batch in microbatches)
     # `forward_backward` divides the sum of the losses by the number of labelled tokens in the
     # training step. This factor converts the result to the mean over the compared tokens.
     step_tokens = max(step.valid_tokens, 1)
@@ -248,11 +260,11 @@ def _compare(
         # Run the packed path without quantization, and then plain transformers.
         with overridden(model.context, quantizing=False):
             with recording_choices(model) as choices:
-                loss = run_pass(step) * loss_factor
+                loss = path.run(step) * loss_factor
             held_out = held_out_loss(microbatches)
             failures += leaks(model, microbatches[0], held_out_loss)
-        documents = _with_choices([documents for _, documents in drawn], choices)
-        reference = _reference(model, accelerator, documents, step_tokens, tokens, head_factor)
+        documents = _with_choices(documents, choices)
+        reference = _reference(model, path.accelerator, documents, step_tokens, tokens, head_factor)
         # Derive the tolerances from the errors of plain transformers in BF16.
         gradients = gradients_of(model.hf)
         resolution = resolution_of(
@@ -275,9 +287,7 @@ def _compare(
         if active.precision.quantized:
             # Free memory for the quantized passes.
             del reference
-            failures += _compare_quantized(
-                parity, model, run_pass, step, active, accelerator, loss_factor
-            )
+            failures += _compare_quantized(parity, path, step, active, loss_factor)
     return parity
 
 
@@ -303,15 +313,14 @@ def _loss_failures(parity: Parity, held_out: float, reference_held_out: float) -
 
 def _random_batches(
     model: PackedLanguageModel, shapes: Microbatch, accelerator: Accelerator
-) -> list[tuple[Microbatch, Documents]]:
-    """Return two random microbatches of this rank, and their documents."""
+) -> tuple[list[Microbatch], list[Documents]]:
+    """Return two random microbatches of this rank, and the documents of each."""
     vocabulary = len(model.hf.get_output_embeddings().weight)
     generator = np.random.default_rng(accelerator.process_index)
     longest = LONGEST[accelerator.device.type]
-    return [
-        draw_documents(shapes, vocabulary, generator),
-        draw_long_document(shapes, vocabulary, generator, longest),
-    ]
+    batch, documents = draw_documents(shapes, vocabulary, generator)
+    long_batch, long_document = draw_long_document(shapes, vocabulary, generator, longest)
+    return [batch, long_batch], [documents, long_document]
 
 
 @contextmanager
@@ -422,28 +431,28 @@ def _reference(
 
 def _compare_quantized(
     parity: Parity,
-    model: PackedLanguageModel,
-    run_pass: Pass,
+    path: _PackedPath,
     step: StepBatches,
     active: ActivePrecision,
-    accelerator: Accelerator,
     loss_factor: float,
 ) -> list[str]:
     """Compare the quantized path with the unquantized path, and return a line for each mismatch.
 
-    The arguments are the same as in `_compare`, except for two.
-
     Args:
         parity: Result of the unquantized path, to which the figures of the quantized path are
             added.
+        path: Path of training.
+        step: Random microbatches.
+        active: Precision of the quantized path.
         loss_factor: Factor that converts the loss of a pass to the mean over the compared tokens.
     """
+    model = path.model
     context = model.context
     # Fill the histories of delayed scaling with the amaxes of the gradients of these labels. While
     # the gradients of one layer saturate, the amaxes of the layers before it are too small.
     if context.state():
         for _ in range(PASSES_FOR_HISTORIES):
-            run_pass(step)
+            path.run(step)
     state = context.copied_state()
 
     def start_again() -> None:
@@ -453,13 +462,13 @@ def _compare_quantized(
 
     # Compute the step three times from equal states. First, sum the gradients as in training.
     start_again()
-    run_pass(step)
+    path.run(step)
     together = {name: gradient.clone() for name, gradient in gradients_of(model.hf).items()}
     # Second, compute each microbatch alone, and sum the gradients here in FP32.
     start_again()
     summed: dict[str, Tensor] = {}
     for microbatch in step.microbatches:
-        run_pass(replace(step, microbatches=[microbatch]))
+        path.run(replace(step, microbatches=[microbatch]))
         for name, gradient in gradients_of(model.hf).items():
             summed[name] = gradient.float() + summed.get(name, 0.0)
     # Third, repeat the first pass with probes, which check the products and the histories.
@@ -469,9 +478,9 @@ def _compare_quantized(
     wrong_histories: list[str] = []
     histories = watching_histories(context, active, wrong_histories)
     with context.probing(products), head.observing():
-        loss = run_pass(step, around_first=histories) * loss_factor
+        loss = path.run(step, around_first=histories) * loss_factor
     norm = gradient_norm(model.parameters()).item()
-    bias_gradients = _bias_gradients(model, products, accelerator)
+    bias_gradients = _bias_gradients(model, products, path.accelerator)
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
     parity.products = products.compared()
@@ -537,21 +546,6 @@ def _bias_gradients(
         if biases and name != head:
             expected = accelerator.reduce(total, reduction="sum")
             yield compare_values(f"{name}: gradient of the bias", torch.cat(biases), expected)
-
-
-def _run_pass(
-    model: PackedLanguageModel,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    step: StepBatches,
-    around_first: AbstractContextManager[Any] | None = None,
-) -> float:
-    """Run forward and backward as a training step does, and return the loss.
-
-    Old gradients are cleared first. The gradients of this pass are not cleared.
-    """
-    clear_gradients(optimizer, model)
-    return forward_backward(model, step, accelerator, around_first).item()
 
 
 def _with_choices(

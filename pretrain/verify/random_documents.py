@@ -109,9 +109,9 @@ def _labelled(
     # A row of the last document may extend beyond the end of the microbatch.
     last_index = batch.input_ids.shape[1] - 1
     indices = (begins + positions).clamp(max=last_index)
-    # The label of a token is in the document if the next token is.
-    has_label = (positions - (tokens - 2)) % spacing == 0
-    has_label = has_label & (indices + 1 < ends)
+    is_chosen = (positions - (tokens - 2)) % spacing == 0
+    next_is_inside = indices + 1 < ends
+    has_label = is_chosen & next_is_inside
     labelled = indices[has_label]
     all_labels = batch.labels[0]
     labels = torch.full_like(batch.labels, IGNORE)

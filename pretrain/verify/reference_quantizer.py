@@ -138,16 +138,7 @@ def quantize_dequantize(
     amax = _block_amax(values, scaling)
     tensor_decode = np.float32(1)
     if scaling.kind == "E4M3":
-        maximum = largest * CODES["E4M3"][-1]
-        tensor_amax = amax.max().astype(np.float64)
-        tensor_decode = np.float32(tensor_amax / maximum)
-        # If all values are zero, the encoding scale is 1.
-        tensor_encode = np.float32(maximum / tensor_amax if tensor_amax > 0 else 1)
-        # The decoding scales are E4M3 values. The order of operations is the same as in Transformer
-        # Engine's NVFP4QuantizerRef, because another order would give other codes.
-        exact_scale = amax * (tensor_encode * np.float32(1 / 6))
-        decode = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
-        encode = _reciprocal(decode * _reciprocal(tensor_encode))
+        encode, decode, tensor_decode = _scales_in_e4m3(amax, largest)
     elif scaling.kind == "power of two":
         # The decoding scale is the smallest power of two for which the block's largest value
         # divided by the scale does not exceed the format's maximum.
@@ -165,6 +156,27 @@ def quantize_dequantize(
         scaled = values * encode
     rounded = _round(scaled, codes, uniform)
     return (rounded * decode).astype(np.float32) * tensor_decode
+
+
+def _scales_in_e4m3(amax: Array, largest: float) -> tuple[Array, Array, np.float32]:
+    """Return the scales of NVFP4: of each block for encoding and decoding, and of the tensor.
+
+    The decoding scales of blocks are E4M3 values. The scale of the tensor decodes the product of
+    the largest code and the largest E4M3 value to the largest magnitude in the tensor. The order of
+    operations is the same as in Transformer Engine's NVFP4QuantizerRef, because another order would
+    give other codes.
+
+    amax: largest magnitude in the block of each value.
+    largest: largest code.
+    """
+    maximum = largest * CODES["E4M3"][-1]
+    tensor_amax = amax.max().astype(np.float64)
+    # If all values are zero, the encoding scale is 1.
+    tensor_encode = np.float32(maximum / tensor_amax if tensor_amax > 0 else 1)
+    exact_scale = amax * (tensor_encode * np.float32(1 / 6))
+    decode = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
+    encode = _reciprocal(decode * _reciprocal(tensor_encode))
+    return encode, decode, np.float32(tensor_amax / maximum)
 
 
 def _round(scaled: Array, codes: Array, uniform: Array | None) -> Array:
