@@ -71,14 +71,8 @@ def audit_products(
     multiplied = _multiplied(packed.hf)
     # Find products that should not be there. A low-precision LM head is an exception, because its
     # forward may also multiply operands by a Hadamard matrix.
-    observer = ModelObserver(
-        packed.hf,
-        complete={
-            name
-            for name, (module, _) in multiplied.items()
-            if not (name in low and isinstance(module, LossHead))
-        },
-    )
+    heads = {name for name, (module, _) in multiplied.items() if isinstance(module, LossHead)}
+    observer = ModelObserver(packed.hf, complete=multiplied.keys() - (low & heads))
     with torch.compiler.set_stance("force_eager"), observer.observing():
         compute_loss().backward()
     entries = []
@@ -107,17 +101,18 @@ def audit_products(
             requested = effective
             if active.precision.quantized and not reason:
                 reason = "not a linear layer; low precision replaces only linear layers"
-        entry = {
-            "name": name,
-            "module": f"fused {kind}" if name in fused else kind,
-            "requested": requested,
-            "effective": effective,
-            "products": products,
-            "backend": engine,
-            "stored": dtype_name(weight.dtype),
-            "reason": reason,
-        }
-        entries.append(entry)
+        entries.append(
+            {
+                "name": name,
+                "module": f"fused {kind}" if name in fused else kind,
+                "requested": requested,
+                "effective": effective,
+                "products": products,
+                "backend": engine,
+                "stored": dtype_name(weight.dtype),
+                "reason": reason,
+            }
+        )
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
     if packed.sharding and packed.sharding.reduced_dtype == torch.float32:

@@ -37,8 +37,13 @@ _aten = torch.ops.aten
 _FP8 = {dtype: grid.name.lower() for dtype, grid in FP8_FORMATS.values()}
 # Operations whose result is a cast, scaled or copied first argument.
 _COPIES = {
-    *(_aten.to, _aten._to_copy, _aten.clone, _aten.contiguous),
-    *(_aten.mul, _aten.div, _aten.clamp),
+    _aten.to,
+    _aten._to_copy,
+    _aten.clone,
+    _aten.contiguous,
+    _aten.mul,
+    _aten.div,
+    _aten.clamp,
 }
 
 

@@ -14,7 +14,6 @@ were derived.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,9 +141,9 @@ class OperandStatistics(Probe):
         # scales by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
-        # torch's default generators are not used, because drawing from them would change the random
-        # numbers of the training.
-        self._generator = functools.cache(lambda device: torch.Generator(device).manual_seed(0))
+        # Generator on the device of the operands. torch's default generator is not used, because
+        # drawing from it would change the random numbers of the training.
+        self._generator: torch.Generator | None = None
 
     @torch.no_grad()
     def operand(
@@ -158,8 +157,10 @@ class OperandStatistics(Probe):
         x = values()
         amax = largest_magnitude(x)
         scale = of_operand(self._state, name, role, "scale") if self._state else None
+        if self._generator is None:
+            self._generator = torch.Generator(x.device).manual_seed(0)
         scaling = self.precision.scaling(role)
-        blocks = sample(x, scaling, self._generator(x.device))
+        blocks = sample(x, scaling, self._generator)
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))

@@ -27,8 +27,15 @@ from pretrain.precision.observed import FP8_FORMATS, ActiveObserver, dtype_name,
 _aten = torch.ops.aten
 # Operations of torch that multiply.
 _PRODUCTS = (
-    *(_aten.mm, _aten.bmm, _aten.linear, _aten.matmul, _aten._grouped_mm),
-    *(_aten._int_mm, _aten._scaled_mm, _aten._scaled_mm_v2, _aten._scaled_grouped_mm),
+    _aten.mm,
+    _aten.bmm,
+    _aten.linear,
+    _aten.matmul,
+    _aten._grouped_mm,
+    _aten._int_mm,
+    _aten._scaled_mm,
+    _aten._scaled_mm_v2,
+    _aten._scaled_grouped_mm,
 )
 # Operations that add a product to their first argument, which may be an FP32 sum.
 _SUMS = (_aten.addmm, _aten.addmm_, _aten.baddbmm)
@@ -193,9 +200,9 @@ class TorchProducts(TorchDispatchMode):
 def _scales_in(operation: Any, args: tuple[Any, ...]) -> Sequence[Tensor | None]:
     """Return the scales of both factors in the arguments of a product, or two times None."""
     if operation is _aten._scaled_mm_v2:
-        # Each factor has a list of scales. The first one is that of its values.
-        left_scales, right_scales = args[2], args[5]
-        return left_scales[0], right_scales[0]
+        # Each factor has a list of scales, in the third and the sixth argument. The first scale of
+        # a list is that of the values.
+        return args[2][0], args[5][0]
     return args[2:4] if operation in SCALED else (None, None)
 
 

@@ -319,15 +319,14 @@ class TorchMatrix:
         self._name = update.names[weight.parameter]
         self._state = update.optimizer.state[weight.parameter]
         self._number = Random(update.past_updates).randrange(weight.shape[0])
-        gradient: Any = gradient_of(weight.parameter)
-        options = muon_options(update)
-        self._decay = options["lr"] * options["weight_decay"]
+        self._options = muon_options(update)
         self._before = self._values()
         # The reference updates this momentum in place.
         self._momentum = self._matrix(self._state[MOMENTUM]).float().clone()
+        gradient: Any = gradient_of(weight.parameter)
         copy = nn.Parameter(self._before.clone())
         copy.grad = self._matrix(gradient).float() * update.clipping
-        reference = torch.optim.Muon([copy], **options)
+        reference = torch.optim.Muon([copy], **self._options)
         reference.state[copy] = {"momentum_buffer": self._momentum}
         reference.step()
         exact = copy.detach()
@@ -338,8 +337,9 @@ class TorchMatrix:
         """Return a line if the matrix is wrong, and one if its decay is. All ranks must call it."""
         change = self._expected - self._before
         error = self._values() - self._expected
+        decay = self._options["lr"] * self._options["weight_decay"]
         matrices = (self._before, change, error, self._rounding)
-        wrong = wrong_parts(self._decay, *(_weighted(x, self._momentum) for x in matrices))
+        wrong = wrong_parts(decay, *(_weighted(x, self._momentum) for x in matrices))
         return [f"{part} of a matrix in {self._name}" for part in wrong]
 
     def _values(self) -> Tensor:
@@ -366,7 +366,7 @@ def wrong_parts(
 ) -> Iterator[str]:
     """Yield "weights" if an update by Muon is wrong, and "weight decay" if its decay is wrong.
 
-    All tensors are matrices that `_weighted` has multiplied by the momentum.
+    All tensors are results of `_weighted`, FP64 vectors.
 
     decay: the share of the weights that the update subtracts.
     before: the weights before the update.
@@ -378,13 +378,14 @@ def wrong_parts(
     # NaN is always a fault.
     if not error.norm() <= limit:
         yield "weights"
-    # A wrong decay is an error along the weights. The scale of the update may be off too, so remove
-    # the components along the update.
+    # A wrong decay is an error along the weights. The scale of the update without decay may be off
+    # too, so compare only the components that are orthogonal to this update.
     update = change + decay * before
-    weights, residual = (
-        vector - update * (vector @ update) / (update @ update) for vector in (before, error)
-    )
-    smallest = (MUON_DECAY * decay + ROUNDING) * (weights @ weights)
-    noise = MUON_DECAY * weights.norm() * residual.norm()
-    if (weights @ residual).abs() > torch.maximum(smallest, noise):
+    direction = update / update.norm()
+    weights = before - direction * (before @ direction)
+    residual = error - direction * (error @ direction)
+    # Both limits must be exceeded: the tolerance of the decay, and that of the cosine (MUON_DECAY).
+    decay_limit = (MUON_DECAY * decay + ROUNDING) * (weights @ weights)
+    cosine_limit = MUON_DECAY * weights.norm() * residual.norm()
+    if (weights @ residual).abs() > torch.maximum(decay_limit, cosine_limit):
         yield "weight decay"
