@@ -46,6 +46,11 @@ class Column:
         return UNKNOWN if value is None else self.form(value) + self.suffix(row)
 
 
+def with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
+    """Return the columns that have a value in at least one row."""
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+
+
 def tables_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return Markdown tables with one line for each row (`foundation.units.tables`)."""
     header = [column.title for column in columns]
@@ -190,11 +195,7 @@ def columns_for(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             is_shown=lambda run: not run.side_by_side,
         ),
     ]
-    return [
-        column
-        for column in columns
-        if any(column.value(compared) is not None for compared in compared_runs)
-    ]
+    return with_values(columns, compared_runs)
 
 
 def _setting_column(key: str) -> Column:

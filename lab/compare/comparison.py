@@ -180,21 +180,24 @@ def group_names(runs: Sequence[RunRecord]) -> list[str]:
     A group has only one run per seed. If a training was repeated with the same seed, its n-th
     repetition belongs to the n-th group of these settings.
     """
+    # Map the settings and the seed of a training to the number of its runs so far.
     repetitions: Counter[tuple[str, int]] = Counter()
-    groups = []
+    # The group of each run: its settings, and the number of earlier runs of its training.
+    groups: list[tuple[str, int]] = []
+    first_runs: dict[tuple[str, int], RunRecord] = {}
     for run in runs:
         settings = str(_settings(run))
         training = settings, run.config["seed"]
-        groups.append((settings, repetitions[training]))
+        group = settings, repetitions[training]
         repetitions[training] += 1
-    first_runs: dict[tuple[str, int], RunRecord] = {}
-    for group, run in zip(groups, runs, strict=True):
+        groups.append(group)
         first_runs.setdefault(group, run)
     names = [
         _SEED_IN_A_NAME.sub("", run.name).strip("-_.,") or run.name for run in first_runs.values()
     ]
-    by_group = dict(zip(first_runs, unique_names(names, [*first_runs.values()]), strict=True))
-    return [by_group[group] for group in groups]
+    unique = unique_names(names, [*first_runs.values()])
+    name_of = dict(zip(first_runs, unique, strict=True))
+    return [name_of[group] for group in groups]
 
 
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:

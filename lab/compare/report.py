@@ -14,7 +14,7 @@ from pathlib import Path
 from foundation.errors import InputError, require_package
 from foundation.files import replace_file
 from foundation.units import wrap
-from lab.compare.columns import columns_for, tables_of
+from lab.compare.columns import columns_for, tables_of, with_values
 from lab.compare.comparison import ComparedRun, compare, notes_on
 from lab.compare.differences import MARGIN
 from lab.compare.fairness import check_comparable
@@ -62,14 +62,14 @@ class Report:
         parts = [wrap(self.seeds.answer())]
         # If each group has a single run, the answer already has all results over seeds.
         if len(self.seeds.results) < len(self.compared_runs):
+            results = self.seeds.results
             columns = self.seeds.columns()
             meanings = [
                 f"{column.title}: {column.meaning}"
-                for column in columns
+                for column in with_values(columns, results)
                 if column.meaning
-                and any(column.value(row) is not None for row in self.seeds.results)
             ]
-            parts += [tables_of(columns, self.seeds.results), _bullets(meanings)]
+            parts += [tables_of(columns, results), _bullets(meanings)]
         parts.append(tables_of(columns_for(self.compared_runs), self.compared_runs))
         parts.append(_bullets([*self.seeds.notes, *notes_on(self.compared_runs)]))
         return list(filter(None, parts))

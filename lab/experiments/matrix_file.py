@@ -260,6 +260,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         overrides: key=value arguments. They override the recipe and `settings.overrides`.
     """
     accelerate = load_configuration(settings.accelerate)
+    on_cpu = bool(accelerate.get("use_cpu"))
     processes = _processes_of(settings, accelerate)
     if settings.gpus and settings.gpus < (processes or 1):
         raise InputError(
@@ -267,7 +268,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"each process needs one GPU; either set `processes` to {settings.gpus} or less, or "
             f"set `gpus` to {processes} or more"
         )
-    if settings.gpus and accelerate.get("use_cpu"):
+    if settings.gpus and on_cpu:
         raise InputError(
             f"{path}: `gpus: {settings.gpus}` has no effect on a CPU, and {settings.accelerate} "
             "trains on a CPU; either remove `gpus` (--gpus), or choose another Accelerate file"
@@ -279,7 +280,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             "`baseline` to the name of a cell"
         )
     environment = _precision_environment(accelerate)
-    on_gpu = not accelerate.get("use_cpu") and count_gpus() > 0
+    on_gpu = not on_cpu and count_gpus() > 0
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     # Map each run folder to its cell.
     cells: dict[Path, Cell] = {}
@@ -306,7 +307,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         tuple(cells.values()),
         baseline=by_name[baseline],
         processes=processes or 1,
-        on_cpu=bool(accelerate.get("use_cpu")),
+        on_cpu=on_cpu,
     )
 
 

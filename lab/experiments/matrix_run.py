@@ -252,9 +252,9 @@ def start(
         used = [started.slot for started in running]
         # If several groups of GPUs have equally few cells, the seed decides which group is used.
         # Otherwise a slow GPU might slow down the same settings with every seed.
-        first = cell.recipe.seed
-        slots = range(first, first + matrix.slots)
-        slot = min((number % len(slots) for number in slots), key=used.count)
+        seed = cell.recipe.seed
+        slots = [(seed + number) % matrix.slots for number in range(matrix.slots)]
+        slot = min(slots, key=used.count)
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()

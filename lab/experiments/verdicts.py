@@ -99,7 +99,7 @@ class Verdict:
     def is_eligible(self) -> bool:
         """Return True if the candidate may be recommended.
 
-        Its gain must be above 1, and its loss must not be worse by more than the margin.
+        Its gain must be above 1. If its loss is worse, it must certainly be within the margin.
         """
         return self.is_faster_at_equal_loss and self.word not in (WORSE, WORSE + BEYOND_MARGIN)
 

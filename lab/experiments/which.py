@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -335,19 +334,17 @@ def check_branches(trainings: WhichTrainings, protocol: Protocol) -> None:
     """
     rounds = trainings.rounds(protocol, [trainings.recipe.seed], protocol.candidates)
     baseline = rounds.baseline.recipe
-    # Compare the learning rates of the last step before the branch. Compare with the baseline's
-    # peak, because a candidate may have another one.
-    rate = partial(
-        learning_rate,
-        protocol.trunk - 1,
-        peak=baseline.optimizer.learning_rate,
-        total_steps=protocol.steps,
-    )
+
+    def rate_before_branch(recipe: Recipe) -> float:
+        # Use the baseline's peak, because a candidate may have another one.
+        peak = baseline.optimizer.learning_rate
+        return learning_rate(protocol.trunk - 1, recipe.schedule, peak, protocol.steps)
+
     for cell in rounds.cells[1:]:
         untils = [until for until, _ in phases_of(cell.recipe.precision)]
-        first_end, *_ = last_steps("precision", untils, protocol.steps)
-        has_same_rate = rate(cell.recipe.schedule) == rate(baseline.schedule)
-        if first_end <= protocol.trunk or not has_same_rate:
+        first_phase_end, *_ = last_steps("precision", untils, protocol.steps)
+        has_same_rate = rate_before_branch(cell.recipe) == rate_before_branch(baseline)
+        if first_phase_end <= protocol.trunk or not has_same_rate:
             raise InputError(
                 f"cell {cell.name}: candidates continue from step {protocol.trunk:,} of the "
                 "baseline; let decays of the learning rate and phases of precision begin later, or "

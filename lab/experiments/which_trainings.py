@@ -272,5 +272,6 @@ def seconds_of(run: RunRecord) -> float:
     run was last started. If the run was interrupted and continued, this duration is too short. In
     this case, return the total time of its steps, which is longer.
     """
-    finished, started = ((run.path / name).stat().st_mtime for name in (SUMMARY_FILE, MATRIX_FILE))
+    started = (run.path / MATRIX_FILE).stat().st_mtime
+    finished = (run.path / SUMMARY_FILE).stat().st_mtime
     return max(finished - started, 3600 * run.summary["hours"])

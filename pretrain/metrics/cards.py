@@ -100,7 +100,7 @@ def cards_in(text: str) -> tuple[int, Card]:
 
     Raise InputError if the device is not in the table of cards.
     """
-    # "0xH200" is not in the table.
+    # A number that begins with 0 is read as a part of the name. No card has such a name.
     number, name = re.findall(r"(?s)^\s*(?:([1-9]\d*)\s*[xX]\s*)?(.*?)\s*$", text)[0]
     return int(number or 1), card_called(name, f"--on {text.strip()}")
 

@@ -157,6 +157,7 @@ class ModelFlops:
         in_attention = [
             weight for name, weight in linears.items() if "attn" in name or "attention" in name
         ]
+        # Compare weights by identity, because tied weights have several names.
         counted = {*embeddings, *map(id, linears.values()), id(head_weight)}
         remaining = {
             name: parameter
@@ -169,7 +170,7 @@ class ModelFlops:
         # dimensions, and no matrix product uses them.
         stacked = [parameter for parameter in experts.values() if parameter.ndim == 3]
         # A token is multiplied by the weights of the experts that it chooses. `[0]` is one expert.
-        active = sum(experts_per_token * parameter[0].numel() for parameter in stacked)
+        expert_weights = sum(experts_per_token * parameter[0].numel() for parameter in stacked)
         attention_weights = _size(in_attention)
         embedding_parameters = sum(embeddings.values())
         return cls(
@@ -182,8 +183,8 @@ class ModelFlops:
             embedding_parameters=embedding_parameters,
             position_parameters=embedding_parameters - embeddings[id(token_weight)],
             tied=head_weight is token_weight,
-            expert_weights=active,
-            idle_weights=_size(stacked) - active,
+            expert_weights=expert_weights,
+            idle_weights=_size(stacked) - expert_weights,
             experts_per_token=experts_per_token if stacked else 0,
             changed_scores=changed_scores(model),
             without_attention=layers_without_attention(model),

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -210,14 +210,12 @@ def _git(root: Path) -> dict[str, Any] | None:
 
     Return None if `root` is not the top folder of a git checkout or git is not available.
     """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    output_of = partial(subprocess.check_output, cwd=root, stderr=subprocess.DEVNULL, text=True)
     with suppress(OSError, subprocess.CalledProcessError):
         # `root` itself must be a checkout. If this package is installed inside the checkout of
         # another project, git would return the commit of that project.
         if (root / ".git").exists():
-            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+            commit = output_of(["git", "rev-parse", "HEAD"]).strip()
+            changes = output_of(["git", "status", "--porcelain"])
+            return {"commit": commit, "dirty": bool(changes)}
     return None

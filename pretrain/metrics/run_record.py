@@ -429,8 +429,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if line.endswith(b"\n"):
             place = f"{path}, line {number}: not a JSON object with an integer `step`"
             with as_input_error((ValueError, LookupError, TypeError), place, "remove that line"):
-                records.append(json.loads(line))
-                operator.index(records[-1]["step"])
+                record = json.loads(line)
+                operator.index(record["step"])  # raises TypeError unless it is an integer
+                records.append(record)
     return records
 
 
