@@ -202,8 +202,9 @@ class ModelObserver(ProductObserver):
         if self._running:
             super().record(*operands, engine=engine)
             return
+        # A product inside of a module's forward belongs to this module, even if the forward is
+        # recomputed in backward. Another product belongs to the module of the running node.
         node = torch._C._current_autograd_node()
-        # The forward of a recomputed layer runs inside of backward.
         name = self._stack[-1] if self._stack else self._nodes.get(node, "")
         origins = [self._origins.get(_storage(operand), _Origin()) for operand in operands]
         owners = [owner for origin in origins for owner in origin.owners]

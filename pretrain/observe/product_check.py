@@ -115,6 +115,7 @@ def _judge_rounding(errors: Tensor) -> float:
     errors: the run's error, and then the plain quantizer's errors, [1 + draws, rows, columns].
         The unit is the norm of the exact product.
     """
+    # Each of `too_large`, `too_small` and `too_different` is above 1 if the error is.
     size, *plain_sizes = errors.flatten(1).norm(dim=1).tolist()
     too_large = size / (LEEWAY * max(plain_sizes) + ORDER_OF_SUMS)
     # Differences in the order of sums would make the directions of such small errors differ.

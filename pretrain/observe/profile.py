@@ -72,13 +72,15 @@ class StepProfile(Observer):
             return
         with profile() as recorded:
             yield
+        trace_file = self._folder / TRACE_FILE
         # Replace an existing link. The profiler would write to the file that the link refers to.
-        (self._folder / TRACE_FILE).unlink(missing_ok=True)
-        recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
+        trace_file.unlink(missing_ok=True)
+        recorded.export_chrome_trace(str(trace_file))
         table = recorded.key_averages().table(
             sort_by=f"self_{self._device.type}_time_total",
             row_limit=ROWS,
             max_name_column_width=80,
         )
-        replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
-        self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")
+        table_file = self._folder / TABLE_FILE
+        replace_file(table_file, f"```\n{table}\n```\n".encode())
+        self._console.notice(f"profile of this step: {table_file}")

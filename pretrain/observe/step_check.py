@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,30 +53,21 @@ def checksum(codes: Tensor) -> Tensor:
     return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 
+@dataclass(eq=False)
 class StepCheck(Observer):
     """Check the forward and backward passes and the update of a step.
 
     Raises TrainingHalted after the update if the step or the update is wrong.
     """
 
-    def __init__(
-        self,
-        packed: PackedLanguageModel,
-        optimizer: ExactAdamW,
-        recipe: Recipe,
-        accelerator: Accelerator,
-    ) -> None:
-        self._packed = packed
-        self._optimizer = optimizer
-        self._recipe = recipe
-        self._accelerator = accelerator
-        self._wrong: list[str] = []
-        # Mean loss that the step minimizes, computed from the losses of the microbatches.
-        self._loss = 0.0
+    packed: PackedLanguageModel
+    optimizer: ExactAdamW
+    recipe: Recipe
+    accelerator: Accelerator
 
     def due(self, step: Step) -> bool:
         """Return True if `Step.is_new` is set, and in every n-th step (`log.fp8_statistics`)."""
-        return step.is_new or is_due(step.number, self._recipe.log.fp8_statistics)
+        return step.is_new or is_due(step.number, self.recipe.log.fp8_statistics)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
@@ -85,41 +77,26 @@ class StepCheck(Observer):
 
         place: the position, in the order of packs, of the first pack that the step must use.
         """
+        # Faults in the passes.
+        self._wrong: list[str] = []
         # For each microbatch whose backward has begun, FP32 [3]: the number of labels, the summed
         # loss, and the factor by which this loss is multiplied before backward.
-        seen: list[Tensor] = []
+        self._seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after each of the first two microbatches, and after
         # the last one.
-        sums_fit_bf16: list[Tensor] = []
+        self._sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch, a tensor. It is read
         # only after `yield`, so the host does not wait for the device here.
         not_cleared = sum(gradient.any() for gradient in self._gradients())
-        sharding = self._packed.sharding
-        # True if each microbatch's gradients are summed over ranks before they are accumulated.
-        is_reduced = bool(sharding and not sharding.once_a_step)
+        sharding = self.packed.sharding
         not_gathered = sharding.stale_weights() if sharding else []
         cached_weights = CachedWeights()
-
-        def after_forward(
-            module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor
-        ) -> None:
-            labels = (inputs["labels"] != IGNORE).sum()
-            losses = loss.detach()
-            loss.register_hook(
-                lambda gradient: seen.append(torch.stack([labels, losses, gradient.detach()]))
-            )
-            # Check the first sums before the next microbatch is added. With more microbatches, the
-            # sums have more bits, and the check could not find that earlier sums were rounded.
-            if len(seen) in (1, 2):
-                sums_fit_bf16.append(self._fit_bf16(seen, over_ranks=is_reduced))
-
         with (
-            self._packed.register_forward_hook(after_forward, with_kwargs=True),
-            self._packed.context.probing(cached_weights),
+            self.packed.register_forward_hook(self._after_forward, with_kwargs=True),
+            self.packed.context.probing(cached_weights),
         ):
             yield
-        sums_fit_bf16.append(self._fit_bf16(seen, over_ranks=True))
-        self._wrong = []
+        self._sums_fit_bf16.append(self._fit_bf16(over_ranks=True))
         start = batches.places.start
         if start != place:
             self._wrong.append(
@@ -128,12 +105,12 @@ class StepCheck(Observer):
             )
         if number := int(not_cleared):
             self._wrong.append(f"{number} gradients were not cleared before the step")
-        self._check_losses(seen, batches.valid_tokens)
-        if any(sums_fit_bf16):
+        self._check_losses(batches.valid_tokens)
+        if any(self._sums_fit_bf16):
             self._wrong.append(
                 "gradients are added up in BF16, not in FP32: their sums fit into BF16"
             )
-        modules = self._packed.named_modules()
+        modules = self.packed.named_modules()
         self._add("modules are in evaluation mode", [n for n, m in modules if not m.training])
         self._add("products use weights from before the last update", cached_weights.stale)
         self._add(
@@ -142,17 +119,36 @@ class StepCheck(Observer):
         )
         self._add("weights were not gathered after the last update", not_gathered)
 
-    def _check_losses(self, seen: list[Tensor], counted: int) -> None:
+    def _after_forward(
+        self, module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor
+    ) -> None:
+        """Record the loss of a microbatch in its backward, and check the sums before it.
+
+        This is a forward hook of the model.
+        """
+        labels = (inputs["labels"] != IGNORE).sum()
+        losses = loss.detach()
+        loss.register_hook(
+            lambda factor: self._seen.append(torch.stack([labels, losses, factor.detach()]))
+        )
+        # Check the sums of the first one and two microbatches. With more microbatches, the sums
+        # have more bits, and the check could not find that earlier sums were rounded.
+        if len(self._seen) in (1, 2):
+            sharding = self.packed.sharding
+            # True if each microbatch's gradients are summed over ranks before they are accumulated.
+            is_reduced = bool(sharding and not sharding.once_a_step)
+            self._sums_fit_bf16.append(self._fit_bf16(over_ranks=is_reduced))
+
+    def _check_losses(self, counted: int) -> None:
         """Compute the mean loss of the step, and check the labels and the divisor of the loss.
 
-        seen: for each microbatch of this rank, the number of labels, the summed loss, and the
-            factor by which this loss is multiplied before backward.
         counted: the number of labels that the step counts, over all ranks.
         """
-        labels, losses, factors = torch.stack(seen).double().unbind(1)
+        labels, losses, factors = torch.stack(self._seen).double().unbind(1)
         sums = torch.stack([labels.sum(), losses.sum()])
-        total, loss = self._accelerator.reduce(sums, reduction="sum").tolist()
+        total, loss = self.accelerator.reduce(sums, reduction="sum").tolist()
         divisor = max(counted, 1)
+        # Mean loss that the step minimizes.
         self._loss = loss / divisor
         if total != counted:
             self._wrong.append(
@@ -176,20 +172,20 @@ class StepCheck(Observer):
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
         """
-        hf = self._packed.hf
+        hf = self.packed.hf
         update = Update(
             names={parameter: name for name, parameter in hf.named_parameters()},
-            optimizer=self._optimizer,
-            recipe=self._recipe,
+            optimizer=self.optimizer,
+            recipe=self.recipe,
             learning_rate=learning_rate,
             past_updates=past_updates,
-            clipping=expected_clipping(hf, self._recipe.optimizer.clip),
+            clipping=expected_clipping(hf, self.recipe.optimizer.clip),
         )
         checks = checks_of(update)
         yield
         wrong = self._wrong + self._wrong_losses(losses)
         wrong += sorted({line for check in checks for line in check.differences()})
-        if largest_over_ranks(self._accelerator, len(wrong)):
+        if largest_over_ranks(self.accelerator, len(wrong)):
             lines = "\n  ".join(wrong or ["see the message of another process"])
             raise TrainingHalted(
                 step.number,
@@ -202,8 +198,8 @@ class StepCheck(Observer):
         """Return a line of text if the logged losses differ from the microbatches' losses."""
         weights = {
             "loss": 1.0,
-            "penalty": self._recipe.loss.penalty_weight,
-            "router_loss": self._packed.routing.coefficient,
+            "penalty": self.recipe.loss.penalty_weight,
+            "router_loss": self.packed.routing.coefficient,
         }
         logged = sum(weight * losses[name] for name, weight in weights.items() if weight)
         if abs(logged - self._loss) <= LOSS_TOLERANCE * abs(self._loss):
@@ -215,9 +211,9 @@ class StepCheck(Observer):
 
     def _gradients(self) -> list[Tensor]:
         """Return this process's part of each gradient."""
-        return [local_part(gradient) for gradient in gradients_of(self._packed).values()]
+        return [local_part(gradient) for gradient in gradients_of(self.packed).values()]
 
-    def _fit_bf16(self, seen: list[Tensor], *, over_ranks: bool) -> Tensor:
+    def _fit_bf16(self, *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
         Then the sums were rounded to BF16, with one exception: the gradients of one microbatch may
@@ -225,22 +221,20 @@ class StepCheck(Observer):
         microbatches in the sums have different mean losses. The samples are `some_values` of each
         FP32 sum. Zeros are not counted.
 
-        seen: for each microbatch in the sums, a tensor that begins with the number of its labels
-            and its summed loss.
         over_ranks: True for sums over all ranks. Then all ranks must call this method.
         """
         samples = [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         # A zero keeps the list from being empty if no gradient is FP32.
-        values = torch.cat([torch.zeros(1, device=self._packed.hf.device), *samples])
+        values = torch.cat([torch.zeros(1, device=self.packed.hf.device), *samples])
         is_counted = values != 0
         # BF16 has the upper 16 bits of an FP32 value.
         fits = is_counted & (values.view(torch.int32) & 0xFFFF == 0)
-        labels, losses, _ = torch.stack(seen).double().unbind(1)
+        labels, losses, _ = torch.stack(self._seen).double().unbind(1)
         # The mean is NaN for a microbatch without labels, which has no gradients. The comparison
         # below is false for NaN.
         means = losses / labels
         if over_ranks:
-            means = self._accelerator.gather(means)
+            means = self.accelerator.gather(means)
         mean = means.nanmean()
         losses_differ = ((means - mean).abs() > EQUAL_LOSSES * mean.abs()).any()
         return losses_differ & (fits.sum() > BF16_VALUED * is_counted.sum())
