@@ -40,6 +40,7 @@ def plan_on(
     is_default = topology is None and needed <= devices.memory
     if devices.count == 1 or topology == "ddp" or is_default:
         return unsharded
+    # Except with "zero", `plan_for` chooses between "zero" and "fsdp2" by the memory.
     sharded = replace(devices, sharded=True, gathered_once=topology == "zero")
     return plan_for(training, shapes, sharded, elsewhere=True)
 

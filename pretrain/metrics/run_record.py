@@ -299,13 +299,13 @@ class RunRecord:
 
     @property
     def audits(self) -> dict[str, Any]:
-        """Map the name of each precision of the run to its audit. The order is that of the phases.
+        """Map the name of each precision of the run to its audit, in the order of the phases.
 
-        Only the audit of a precision schedule has the key `precisions`. The audit of one precision
-        is the only entry of the dict. If audit.json does not exist yet, this entry is empty.
+        If audit.json does not exist yet, there is one entry, and its audit is empty.
         """
         if "precisions" in self.audit:
             return self.audit["precisions"]
+        # Without a precision schedule, audit.json itself is the audit of the only precision.
         only_precision: Any = self.audit.get("effective", self.precision)
         return {only_precision: self.audit}
 
@@ -338,9 +338,13 @@ class RunRecord:
         """
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
-        labelled = [step for step in self.steps if not step.get("unlabelled")]
-        failed = list(itertools.takewhile(lambda step: step["loss"] is None, reversed(labelled)))
-        return f"has no finite loss from step {failed[-1]['step']:,} on" if failed else ""
+        first_failed = None
+        for step in self.steps:
+            if step["loss"] is not None:
+                first_failed = None
+            elif first_failed is None and not step.get("unlabelled"):
+                first_failed = step["step"]
+        return "" if first_failed is None else f"has no finite loss from step {first_failed:,} on"
 
     @property
     def is_unfinished(self) -> bool:

@@ -130,9 +130,10 @@ class Trackers:
             if name == "jsonl":
                 continue
             try:
-                self.services[name] = self._make(name)
-                self.services[name].start()
-                self.services[name].store_init_configuration(scalars)
+                tracker = self._make(name)
+                tracker.start()
+                self.services[name] = tracker
+                tracker.store_init_configuration(scalars)
             except Exception as error:  # every tracker has its own exception classes
                 raise InputError(
                     f"`log.trackers`: {name} does not start: {_describe(error)}; either fix this "

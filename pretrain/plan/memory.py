@@ -145,7 +145,8 @@ class LayerMemory:
     # gathers the unquantized weights (QUANTIZED_SHARE).
     keeps_codes: bool = False
     # Map each reason why experts stay unquantized to a share: the number of expert weights that
-    # stay unquantized for this reason, divided by the number of all expert weights.
+    # stay unquantized for this reason, divided by the number of all expert weights. The counts are
+    # for the whole model, so all layers with experts have the same map.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
     # Bytes per token of queries, keys and values after rotation. They can be kept in addition to
     # queries, keys and values before rotation, which are part of `kept`.
@@ -237,11 +238,13 @@ def optimizer_state(
     parameters = math.ceil(flops.parameters / devices.shards)
     # AdamW has two moments for each parameter. Muon has one for each of its weights.
     muon_weights = math.ceil(flops.muon_weights / devices.shards)
+    moments_on_host = "exp_avg" in offloaded
+    remainder_on_host = "remainder" in offloaded
     parts = {"optimizer moments": 0, "remainder bits": 0}
-    if on_host == ("exp_avg" in offloaded):
+    if moments_on_host == on_host:
         moments = 2 * parameters - muon_weights
         parts["optimizer moments"] = moments * BYTES[recipe.moments_kept_in]
-    if recipe.weights == "bf16_exact" and on_host == ("remainder" in offloaded):
+    if recipe.weights == "bf16_exact" and remainder_on_host == on_host:
         parts["remainder bits"] = 2 * parameters
     return parts
 
@@ -534,7 +537,6 @@ def compiled_layer(
     experts = (flops.expert_weights + flops.idle_weights) // shape.layers
     weights = linears // shape.layers + experts
     quantized = weights - experts * sum(experts_left_out.values())
-    is_quantized = precision.quantized and quantized >= QUANTIZED_SHARE * weights
     return LayerMemory(
         inputs=shape.hidden * number_bytes,
         kept=kept,
@@ -542,6 +544,6 @@ def compiled_layer(
         quantized_weights=layouts * round(quantized),
         unquantized_weights=number_bytes * weights,
         fused=fuses_mlp,
-        keeps_codes=is_quantized,
+        keeps_codes=precision.quantized and quantized >= QUANTIZED_SHARE * weights,
         experts_left_out=experts_left_out,
     )

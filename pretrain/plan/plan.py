@@ -129,14 +129,15 @@ class Training:
     def checkpoints_at_once(self) -> int:
         """Return the largest number of checkpoints that exist on the disk at the same time.
 
-        These are the checkpoints that are kept, and the checkpoint that is being written. A short
-        run may write fewer checkpoints. Then only the written checkpoints are counted.
+        These are the newest checkpoints (`checkpoint.keep`), the last one before the decay of the
+        learning rate, the checkpoint that is being written, and the one with the lowest held-out
+        loss (`checkpoint.best`). A short run may write fewer checkpoints of the first three kinds.
         """
         settings = self.recipe.checkpoint
         every = settings.every or self.steps
         written = (self.steps - 1) // every + bool(settings.at_end or self.recipe.evaluate.served)
-        is_early_kept = every <= self.before_decay
-        return min(settings.keep + 1 + is_early_kept, written) + settings.best
+        has_one_before_decay = every <= self.before_decay
+        return min(settings.keep + has_one_before_decay + 1, written) + settings.best
 
     @property
     def before_decay(self) -> int:
@@ -265,6 +266,7 @@ class Plan(Training):
     @property
     def expert_warnings(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
+        # The last layer has experts if any layer has. The first layers may have none.
         reasons = dict.fromkeys(
             reason
             for name, layers in self.layers.items()

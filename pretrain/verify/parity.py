@@ -247,8 +247,7 @@ def _compare(
     model = path.model
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
     # The passes use random tokens instead of the tokens of the packs.
-    shapes = step.microbatches[0]
-    microbatches, documents = _random_batches(model, shapes, path.accelerator)
+    microbatches, documents = _random_batches(model, step.microbatches[0], path.accelerator)
     step = replace(step, microbatches=microbatches)
     tokens = path.accelerator.num_processes * sum(batch.valid_tokens for batch in microbatches)
     # `forward_backward` divides the sum of the losses by the number of labelled tokens in the
@@ -419,13 +418,12 @@ def _reference(
     rows = torch.cat([losses.double(), squared_errors])
     sums_of_ranks = from_all_ranks(rows.sum(1).tolist())
     loss, held_out_loss, mean_square = (np.sum(sums_of_ranks, axis=0) / tokens).tolist()
-    noise = distances(rounded, gradients)
     return Reference(
         loss=loss,
         held_out_loss=held_out_loss,
         loss_noise=math.sqrt(mean_square),
         gradients=gradients,
-        noise=noise,
+        noise=distances(rounded, gradients),
     )
 
 
