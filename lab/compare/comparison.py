@@ -144,10 +144,12 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")
-    if len(runs) > 1 and max(len(run.steps) for run in runs) * LAST_SHARE < FEWEST_STEPS:
+    # Shorter runs average more than LAST_SHARE of their steps in the loss at the end.
+    enough = FEWEST_STEPS / LAST_SHARE
+    if len(runs) > 1 and all(len(run.steps) < enough for run in runs):
         notes.append(
-            f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps, so they show nothing "
-            "about the loss of a longer training."
+            f"All runs have fewer than {enough:.0f} steps, so they show nothing about the loss of "
+            "a longer training."
         )
     return notes
 

@@ -9,6 +9,7 @@ itself has a standard deviation of 0.127.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -168,9 +169,11 @@ def _distinguishes(key: str, runs: Sequence[RunRecord]) -> bool:
     have different defaults.
     """
     is_option = key.startswith("fp8_config.")
-    precisions = [run.precision if is_option else None for run in runs]
-    values = [str(option(run, key)) for run in runs]
-    return len(set(zip(precisions, values, strict=True))) > len(set(precisions))
+    values: dict[str | None, set[str]] = defaultdict(set)
+    for run in runs:
+        precision = run.precision if is_option else None
+        values[precision].add(str(option(run, key)))
+    return any(len(of_precision) > 1 for of_precision in values.values())
 
 
 def option(run: RunRecord, key: str) -> Any:

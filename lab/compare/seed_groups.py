@@ -137,11 +137,9 @@ class SeedComparison:
                 else:
                     losses[seed] = loss
             base_losses = results[0].losses if results else None
-            difference, verdict = _compare(group, losses, base_losses, held_out=held_out)
-            if difference:
-                verdict = difference.verdict(margin, error)
-                if difference.half_width(error) is None:
-                    verdict = f"no verdict: {fewest_seeds(error)} seeds are needed"
+            difference, verdict = _compare(
+                group, losses, base_losses, margin, error, held_out=held_out
+            )
             results.append(GroupResult(name, group, losses, difference, verdict))
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
         return cls(results, loss_key, margin, error, notes)
@@ -216,10 +214,12 @@ def _compare(
     group: Mapping[int, ComparedRun],
     losses: Mapping[int, float],
     base_losses: Mapping[int, float] | None,
+    margin: float,
+    error: float,
     *,
     held_out: bool,
 ) -> tuple[LossDifference | None, str]:
-    """Return the loss difference between a group and the baseline, and "".
+    """Return the loss difference between a group and the baseline, and the verdict.
 
     Return None and the reason if there is no difference, for example because a run of the group has
     failed. A failed run has no loss, and the mean over the other runs would make the group look
@@ -229,6 +229,8 @@ def _compare(
         group: The runs of the group by seed.
         losses: Loss at the end by seed, without excluded runs.
         base_losses: Losses of the baseline, or None if the group is the baseline.
+        margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
+        error: Error probability of the verdict.
         held_out: True if the losses are held-out losses.
     """
     if failed := sum(bool(compared.run.failure) for compared in group.values()):
@@ -244,7 +246,10 @@ def _compare(
     if not by_seed:
         return None, "not compared"
     baseline = statistics.fmean(base_losses[seed] for seed in by_seed)
-    return LossDifference(by_seed, baseline), ""
+    difference = LossDifference(by_seed, baseline)
+    if difference.half_width(error) is None:
+        return difference, f"no verdict: {fewest_seeds(error)} seeds are needed"
+    return difference, difference.verdict(margin, error)
 
 
 def _why_excluded(compared: ComparedRun, loss: float | None, *, held_out: bool) -> str | None:

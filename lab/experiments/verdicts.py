@@ -198,8 +198,8 @@ def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:
     """Return the growth factor of the training tokens that lowers the loss by `loss`.
 
     If all runs branch from the checkpoint of another run, only the tokens after that checkpoint are
-    multiplied by the factor, which leaves at least one step. Otherwise all tokens are multiplied
-    by it.
+    multiplied by the factor, and at least one step remains. Otherwise all tokens are multiplied by
+    it.
 
     Args:
         protocol: The protocol, which has the number of steps.
@@ -209,10 +209,11 @@ def tokens_for(protocol: Protocol, loss: float, slope: float) -> float:
         slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
     """
     lowest = -MOST_FOLD if protocol.served or protocol.settings else 0.0
-    total_factor = math.exp(min(max(lowest, loss / -slope), MOST_FOLD))
+    # Logarithm of the growth of all tokens.
+    growth = min(max(lowest, loss / -slope), MOST_FOLD)
     before = protocol.trunk if protocol.begin_with else 0
-    # A model that is better than the checkpoint predicts no number of tokens below one step.
-    return max(1.0, total_factor * protocol.steps - before) / (protocol.steps - before)
+    steps = math.exp(growth) * protocol.steps - before
+    return max(1.0, steps) / (protocol.steps - before)
 
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossDifference:

@@ -115,7 +115,8 @@ def main(options: argparse.Namespace) -> int:
                 f"Continuing {folder}: runs of {protocol.steps:,} steps in "
                 f"{', '.join(protocol.seconds)}. For longer runs, use another --run_dir."
             )
-        rounds = Rounds(protocol, trainings.trials([protocol.base]).slots or 1)
+        # The matrix of a round divides the GPUs into the same number of slots as a trial's.
+        rounds = Rounds(protocol, at_once=trainings.trials([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         run_rounds(trainings, rounds, deadline)
     say(f"\n{conditions(trainings, rounds.protocol)}\n\nWritten: {folder / VERDICT_FILE}")
