@@ -131,25 +131,7 @@ def check_settings(
         fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
         schedule.check(fitted.schedule, steps)
         last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
-        merge = recipe.evaluate.merge
-        every = recipe.checkpoint.every or steps
-        # A branch saves only checkpoints after the step in the name of the checkpoint to branch
-        # from.
-        _, _, branch_step = (recipe.train.begin_with or "").rpartition("step-")
-        first = int(branch_step) if branch_step.isdecimal() else 0
-        saved = (steps - 1) // every - first // every + 1
-        available = min(recipe.checkpoint.keep, saved)
-        _require(
-            merge == 1 or recipe.evaluate.served,
-            f"`evaluate.merge: {merge}` has no effect without `evaluate.served`; set it to a "
-            "precision, such as bf16",
-        )
-        _require(
-            merge <= available,
-            f"`evaluate.merge: {merge}` averages more checkpoints than this run saves and keeps, "
-            f"which are {available}; either set it to {available} or less, or set a smaller "
-            "`checkpoint.every` and a larger `checkpoint.keep`",
-        )
+        _check_merge(recipe, steps)
     if stream := data.stream:
         _require(
             recipe.train.epochs is None,
@@ -168,6 +150,32 @@ def check_settings(
         )
     if data.prepares and not data.held_out and data.validation is None:
         check_held_out(recipe, 0)
+
+
+def _check_merge(recipe: Recipe, steps: int) -> None:
+    """Check that the run saves and keeps the checkpoints that `evaluate.merge` averages.
+
+    steps: number of steps of the run.
+    """
+    merge = recipe.evaluate.merge
+    every = recipe.checkpoint.every or steps
+    # A branch saves only checkpoints after the step in the name of the checkpoint to branch from.
+    _, _, branch_step = (recipe.train.begin_with or "").rpartition("step-")
+    first = int(branch_step) if branch_step.isdecimal() else 0
+    # The last step is saved too.
+    saved = (steps - 1) // every - first // every + 1
+    available = min(recipe.checkpoint.keep, saved)
+    _require(
+        merge == 1 or recipe.evaluate.served,
+        f"`evaluate.merge: {merge}` has no effect without `evaluate.served`; set it to a "
+        "precision, such as bf16",
+    )
+    _require(
+        merge <= available,
+        f"`evaluate.merge: {merge}` averages more checkpoints than this run saves and keeps, "
+        f"which are {available}; either set it to {available} or less, or set a smaller "
+        "`checkpoint.every` and a larger `checkpoint.keep`",
+    )
 
 
 def check_step(recipe: Recipe, packs: int | None) -> None:

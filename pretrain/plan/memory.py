@@ -240,7 +240,7 @@ def optimizer_state(
     muon_weights = math.ceil(flops.muon_weights / devices.shards)
     moments_on_host = "exp_avg" in offloaded
     remainder_on_host = "remainder" in offloaded
-    parts = {"optimizer moments": 0, "remainder bits": 0}
+    parts = {}
     if moments_on_host == on_host:
         moments = 2 * parameters - muon_weights
         parts["optimizer moments"] = moments * BYTES[recipe.moments_kept_in]

@@ -342,6 +342,8 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
     head = model.hf.get_output_embeddings()
     penalty = head.penalty
     if penalty:
+        # Divide by the recipe's weight. If the model has another weight, the result is not 1.0, and
+        # the comparison finds the difference.
         penalty = replace(penalty, weight=penalty.weight / (head.settings.penalty_weight or 1.0))
     with (
         training_without_dropout(model, model.routing.routers),
