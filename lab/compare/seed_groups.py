@@ -59,7 +59,8 @@ class GroupResult:
     name: str
     # Map each seed to its run.
     runs: dict[int, ComparedRun]
-    # Map each seed to the loss at the end of its run. The seeds of excluded runs are missing.
+    # Map each seed to the compared loss of its run (`SeedComparison.loss_key`). The seeds of
+    # excluded runs are missing.
     losses: dict[int, float]
     # Losses of this group minus the losses of the baseline's group. None if this group is the
     # baseline, if the two groups have no seed or no step in common, or if a run of this group has
@@ -101,7 +102,7 @@ class SeedComparison:
 
     # Results of all groups. The first group is the baseline.
     results: list[GroupResult]
-    # The compared losses, a key of LOSSES.
+    # Key of the losses that are compared, a key of LOSSES.
     loss_key: str
     # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
@@ -227,7 +228,7 @@ def _compare(
 
     Args:
         group: The runs of the group by seed.
-        losses: Loss at the end by seed, without excluded runs.
+        losses: Compared loss by seed, without excluded runs.
         base_losses: Losses of the baseline, or None if the group is the baseline.
         margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         error: Error probability of the verdict.
@@ -255,8 +256,8 @@ def _compare(
 def _why_excluded(compared: ComparedRun, loss: float | None, *, held_out: bool) -> str | None:
     """Return the reason why a run is excluded, as a clause for a note.
 
-    Return None if the run is included. `loss` is the loss at the end of the run, or None if the
-    loss is not known. `held_out` is true if `loss` is a held-out loss.
+    Return None if the run is included. `loss` is the compared loss of the run, or None if the loss
+    is not known. `held_out` is true if `loss` is a held-out loss.
     """
     run = compared.run
     if run.failure or run.is_unfinished or loss is None:

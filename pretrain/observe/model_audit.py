@@ -207,6 +207,7 @@ class ModelObserver(ProductObserver):
         node = torch._C._current_autograd_node()
         name = self._stack[-1] if self._stack else self._nodes.get(node, "")
         origins = [self._origins.get(_storage(operand), _Origin()) for operand in operands]
+        # Names of the modules whose weight is an operand, or the source of an operand.
         owners = [owner for origin in origins for owner in origin.owners]
         # A product with a weight belongs to the weight's module, even if another module runs.
         if owners and name not in owners:

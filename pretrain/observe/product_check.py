@@ -238,7 +238,8 @@ class ProductCheck(Probe):
         # Map (name of the linear, role) to the samples of the newest operand: one for each chosen
         # expert, or one without experts.
         self.samples: dict[tuple[str, Role], list[_Samples]] = {}
-        # The same for the inputs of calls whose backward may follow.
+        # The samples of each call's input. Another call of the same linear may run before the
+        # backward of a call.
         self._inputs: WeakKeyDictionary[LinearPass, list[_Samples]] = WeakKeyDictionary()
         # Map the name of each linear to the gradient of its output, summed over tokens.
         self.token_sums: dict[str, Tensor] = {}
