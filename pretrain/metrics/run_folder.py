@@ -101,7 +101,7 @@ class RunFolder(ExitStack):
         self.final = path / "final"
         if not owner:
             return
-        # If the run is not restored, the locks are released at once.
+        # If a lock or `restore` fails, the locks taken so far are released at once.
         with ExitStack() as locks:
             if stored is not None:
                 # The folder itself is replaced if the run is restored, so lock a file beside it.
