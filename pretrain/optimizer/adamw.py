@@ -224,7 +224,8 @@ class ExactAdamW(torch.optim.Optimizer):
     ) -> Callable[[], None]:
         """Return the result of `prepare`.
 
-        directions: map parameters without moments to the directions of their updates.
+        directions: map parameters without moments to the directions of their updates. The returned
+            function reads the directions, so they may be computed after this call.
         """
         steps: list[Tensor] = []
         updates: list[Update] = []
@@ -241,12 +242,12 @@ class ExactAdamW(torch.optim.Optimizer):
                     updates.append((tensors, hyper))
         update_all: Callable[[], Tensor]
         if self.offload and updates and updates[0][0].weight.is_cuda:
-            update_all = partial(
-                update_in_pieces,
-                _cut(updates, PIECE),
-                self.offload,
-                lambda piece: prepare_updates([piece], clip_coefficient)(),
-            )
+
+            def update_piece(piece: Update) -> Tensor:
+                return prepare_updates([piece], clip_coefficient)()
+
+            pieces = _cut(updates, PIECE)
+            update_all = partial(update_in_pieces, pieces, self.offload, update_piece)
         else:
             update_all = prepare_updates(updates, clip_coefficient)
 
@@ -304,18 +305,25 @@ class Hyperparameters(NamedTuple):
 
 
 class ParameterTensors(NamedTuple):
-    """Local tensors of one parameter. They are contiguous and have the same shape.
+    """Local tensors of one parameter for an update. The moments determine the kind of update.
 
-    They are on the same device, except for the tensors in host memory (`ExactAdamW.offload`).
+    With both moments, AdamW updates the weight.
+
+    With `exp_avg` alone, Muon updates its momentum `exp_avg`. It writes the direction, which it
+    then orthogonalizes, to `weight`.
+
+    Without moments, Muon updates the weight. `gradient` is the orthogonalized direction. It is not
+    clipped, because it was computed from a clipped gradient.
+
+    All tensors are contiguous and have the same shape. They are on the same device, except for the
+    tensors in host memory (`ExactAdamW.offload`).
     """
 
     weight: Tensor  # FP32 or BF16
     remainder: Tensor | None  # int16 for exact BF16 weights, else None
     gradient: Tensor  # FP32 or BF16
-    # Both moments are FP32 or BF16. Without a second moment, the update writes the direction of
-    # Muon to `weight`. Without moments, `gradient` is a direction, which is not clipped again.
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    exp_avg: Tensor | None  # FP32 or BF16
+    exp_avg_sq: Tensor | None  # FP32 or BF16
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
@@ -351,14 +359,15 @@ def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> T
     return lost
 
 
-def _cut(updates: Sequence[Update], values: int) -> Iterator[Update]:
-    """Cut the tensors of all parameters into 1-D pieces of at most `values` values."""
+def _cut(updates: Sequence[Update], size: int) -> Iterator[Update]:
+    """Cut the tensors of all parameters into 1-D pieces of at most `size` values."""
     for tensors, hyper in updates:
-        pieces = (
-            repeat(None) if tensor is None else tensor.view(-1).split(values) for tensor in tensors
+        # A missing tensor, such as a remainder, is also missing in each piece. `repeat` never ends,
+        # so `zip` is not strict.
+        pieces_of_tensors = (
+            repeat(None) if tensor is None else tensor.view(-1).split(size) for tensor in tensors
         )
-        # `strict` is False, because `repeat` never ends. It yields None for a missing remainder.
-        for piece in zip(*pieces, strict=False):
+        for piece in zip(*pieces_of_tensors, strict=False):
             yield ParameterTensors(*piece), hyper
 
 
@@ -367,36 +376,35 @@ def _update(
 ) -> Tensor:
     """Update one parameter in place on a CPU, and return the number of lost updates.
 
-    The number is an int64 scalar. The update is algorithm 2 of Loshchilov and Hutter
-    (arXiv:1711.05101). It computes the operations of `torch.optim.adam._single_tensor_adam` in the
-    same order, in FP32. FP32 masters are therefore equal to the weights of `torch.optim.AdamW`, bit
-    for bit. BF16 moments and BF16 weights without remainder are rounded once, when they are stored.
-    The Triton kernel computes the same operations and rounds at the same places.
+    The number is an int64 scalar. `ParameterTensors` lists the three kinds of updates. AdamW is
+    algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101). It computes the operations of
+    `torch.optim.adam._single_tensor_adam` in the same order, in FP32. FP32 masters are therefore
+    equal to the weights of `torch.optim.AdamW`, bit for bit. BF16 moments and BF16 weights without
+    remainder are rounded once, when they are stored. The Triton kernel computes the same operations
+    and rounds at the same places.
     """
     weight, remainder, gradient, exp_avg, exp_avg_sq = tensors
     before = master_of(weight, remainder)
     gradient = gradient.float()
-    if clip_coefficient is not None and exp_avg is not None:
-        gradient = gradient * clip_coefficient
-    direction = gradient
-    master = before * hyper.decay
-    if exp_avg is not None:
-        # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
-        direction = exp_avg.float().lerp_(gradient, 1 - hyper.beta1)
-        # This changes nothing if the moment is FP32.
-        exp_avg.copy_(direction)
-    if exp_avg_sq is not None:
-        square = exp_avg_sq.float()
-        square.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-        denominator = square.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
-        master.addcdiv_(direction, denominator, value=-hyper.step_size)
-        exp_avg_sq.copy_(square)
-    elif exp_avg is not None:
-        # Update of Muon's momentum: its direction is written to `weight`.
-        master = torch.lerp(gradient, direction, hyper.beta2)
+    if exp_avg is None:
+        direction = gradient
+        master = (before * hyper.decay).add_(direction, alpha=-hyper.step_size)
     else:
-        # Muon's update of the weight, with the direction in `gradient`.
-        master.add_(direction, alpha=-hyper.step_size)
+        if clip_coefficient is not None:
+            gradient = gradient * clip_coefficient
+        # For an FP32 moment, `float` returns the moment itself. `lerp_` then updates the moment,
+        # and `copy_` changes nothing.
+        direction = exp_avg.float().lerp_(gradient, 1 - hyper.beta1)
+        exp_avg.copy_(direction)
+        if exp_avg_sq is None:
+            master = torch.lerp(gradient, direction, hyper.beta2)
+        else:
+            square = exp_avg_sq.float()
+            square.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+            exp_avg_sq.copy_(square)
+            denominator = square.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
+            master = before * hyper.decay
+            master.addcdiv_(direction, denominator, value=-hyper.step_size)
 
     if remainder is None:
         rounded = master.to(weight.dtype)
@@ -405,6 +413,18 @@ def _update(
         rounded, remainder_bits = split(master)
         remainder.copy_(remainder_bits)
         after = master
+    lost = _count_lost(before, after, direction, hyper)
+    # Write the weight last, because `before` has the memory of an FP32 weight.
+    weight.copy_(rounded)
+    return lost
+
+
+def _count_lost(before: Tensor, after: Tensor, direction: Tensor, hyper: Hyperparameters) -> Tensor:
+    """Return the number of lost updates, as `ExactAdamW.frozen_counts` defines them.
+
+    before, after: the stored weights before and after the update.
+    direction: the first moment, or the direction of Muon.
+    """
     # On a CPU, `x.bool()` takes a tenth of the time of `x != 0`. The difference of two infinite
     # weights is NaN, which converts to True, so an infinite weight is treated as changed.
     has_update = direction.bool()
@@ -413,8 +433,6 @@ def _update(
     if hyper.learning_rate == 0:
         has_update.zero_()
     unchanged = ~(after - before).bool()
-    # Write the weight last, because `before` has the memory of an FP32 weight.
-    weight.copy_(rounded)
     return (has_update & unchanged).sum()
 
 
