@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.linalg import vector_norm
 
 from foundation.errors import InputError
-from pretrain.model.gradients import gathered, gradient_of, local_part
+from pretrain.model.gradients import full_tensor, gradient_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.hybrids.sizes import is_one_matrix
 from pretrain.optimizer.adamw import (
@@ -123,9 +123,9 @@ def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
     weights = []
     for name, weight in unsplit.items():
         module_name = _module_of(name)
-        stacked = stacked_in(name, sizes[module_name])
-        if is_one_matrix(hf, module_name):
-            stacked = 1
+        stacked = 1.0
+        if not is_one_matrix(hf, module_name):
+            stacked = count_stacked(name, sizes[module_name])
         if weight.inputs_dim == -2:
             # GPT-2 stacks queries, keys and values.
             known_stacks = {1, 3}
@@ -176,7 +176,7 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def stacked_in(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
+def count_stacked(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
     """Return the number of matrices that are stacked along the outputs of a weight, at least 1.
 
     For example, an MLP has a weight [2 x 64, 16] and a second weight [16, 64]. The second weight
@@ -188,7 +188,12 @@ def stacked_in(name: str, sizes: Mapping[str, Sequence[int]]) -> float:
     sizes: map the name of each weight of the same module to (outputs, inputs).
     """
     outputs, inputs = sizes[name]
-    widths = [width for other, (back, width) in sizes.items() if back == inputs and other != name]
+    # Inputs of the other weights that lead back to the inputs of this weight.
+    widths = [
+        other_inputs
+        for other, (other_outputs, other_inputs) in sizes.items()
+        if other != name and other_outputs == inputs
+    ]
     return max(1.0, outputs / max(widths, default=outputs))
 
 
@@ -235,12 +240,12 @@ def _uses_kernel(x: Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
-def share(weights: Iterable[MatrixWeight], ranks: int) -> Iterator[list[list[MatrixWeight]]]:
-    """Yield rounds. Each item of a round is the batch of weights that one rank orthogonalizes.
+def rounds_of(weights: Iterable[MatrixWeight], ranks: int) -> Iterator[list[list[MatrixWeight]]]:
+    """Yield rounds. A round is a list of batches, and rank i orthogonalizes batch i.
 
-    Item i belongs to rank i. The last round may have fewer items than there are ranks. All weights
-    of a round have the same shape. Each rank has about the same number of weights of a shape. A
-    batch has at most BATCH values, or a single weight.
+    All weights of a round have the same shape. The last round of a shape may have fewer batches than
+    there are ranks. Each rank has about the same number of weights of a shape. A batch has at most
+    BATCH values, or a single weight.
     """
     by_shape: dict[tuple[Any, ...], list[MatrixWeight]] = defaultdict(list)
     for weight in weights:
@@ -287,39 +292,31 @@ class Muon(ExactAdamW):
     def prepare(self, *, clip_coefficient: Tensor | None = None) -> Callable[[], None]:
         """Return a function that updates every parameter that has a gradient.
 
-        `ExactAdamW.prepare` describes `clip_coefficient`. All ranks must call the returned
-        function.
+        The function updates all momenta and writes the directions, orthogonalizes the directions in
+        place, and updates all weights, including those of AdamW. All ranks must call it.
+        `ExactAdamW.prepare` describes `clip_coefficient`.
         """
-        trained = [
+        with_gradient = [
             weight
             for weight in self.matrix_weights.values()
             if gradient_of(weight.parameter) is not None
         ]
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        rounds = [[*map(_with_directions, batches)] for batches in share(trained, ranks)]
-        group = self.param_groups[-1]
-        # `prepare_updates` treats a parameter without a second moment as a momentum of Muon.
-        hyper = Hyperparameters(
-            learning_rate=0.0, weight_decay=0.0, beta1=group[MOMENTUM], beta2=group[MOMENTUM]
-        )
-        directions: dict[Tensor, Tensor] = {}
-        momenta: list[Update] = []
-        for batch in chain(*rounds):
-            for weight, direction in zip(batch.weights, batch.directions, strict=True):
-                directions[weight.parameter] = direction
-                if direction.numel():  # 0 if this process has no part of a sharded parameter
-                    full_gradient: Any = gradient_of(weight.parameter)
-                    gradient = local_part(full_gradient.contiguous())
-                    momentum = local_part(self._state_of(weight.parameter)[MOMENTUM])
-                    tensors = ParameterTensors(
-                        weight=direction,
-                        remainder=None,
-                        gradient=gradient,
-                        exp_avg=momentum,
-                        exp_avg_sq=None,
-                    )
-                    momenta.append((tensors, hyper))
-        update_momenta = prepare_updates(momenta, clip_coefficient)
+        rounds = [
+            [_with_directions(weights) for weights in batches]
+            for batches in rounds_of(with_gradient, ranks)
+        ]
+        directions: dict[Tensor, Tensor] = {
+            weight.parameter: direction
+            for batch in chain(*rounds)
+            for weight, direction in zip(batch.weights, batch.directions, strict=True)
+        }
+        momentum_updates = [
+            self._momentum_update(parameter, direction)
+            for parameter, direction in directions.items()
+            if direction.numel()  # 0 if this process has no part of a sharded parameter
+        ]
+        update_momenta = prepare_updates(momentum_updates, clip_coefficient)
         update_weights = self._prepare(clip_coefficient, directions)
 
         def update() -> None:
@@ -328,14 +325,32 @@ class Muon(ExactAdamW):
             for batches in rounds:
                 # All weights of a round have the same shape, which determines the scale.
                 parameter = batches[0].weights[0].parameter
-                scale = self.hyperparameters_of(parameter, group, 1).scale
-                for updates in orthogonalize_directions(batches):
-                    norms.append(scale * vector_norm(updates, dtype=torch.float32))
+                scale = self.hyperparameters_of(parameter, self.param_groups[-1], 1).scale
+                for orthogonal in orthogonalize_directions(batches):
+                    norms.append(scale * vector_norm(orthogonal, dtype=torch.float32))
             values = sum(map(torch.numel, self.matrix_weights))
             self.metrics = {"muon_update_rms": vector_norm(torch.stack(norms)) / math.sqrt(values)}
             update_weights()
 
         return update
+
+    def _momentum_update(self, parameter: Tensor, direction: Tensor) -> Update:
+        """Return the update of the momentum of `parameter`, which also writes `direction`.
+
+        direction: memory for this process's part of the direction, BF16.
+        """
+        gradient: Any = gradient_of(parameter)
+        tensors = ParameterTensors(
+            weight=direction,
+            remainder=None,
+            gradient=local_part(gradient.contiguous()),
+            exp_avg=local_part(self._state_of(parameter)[MOMENTUM]),
+            exp_avg_sq=None,
+        )
+        momentum = self.param_groups[-1][MOMENTUM]
+        return tensors, Hyperparameters(
+            learning_rate=0.0, weight_decay=0.0, beta1=momentum, beta2=momentum
+        )
 
     def hyperparameters_of(
         self, parameter: nn.Parameter, group: Mapping[str, Any], step: int
@@ -366,21 +381,21 @@ def _with_directions(weights: Sequence[MatrixWeight]) -> Batch:
 def orthogonalize_directions(batches: Sequence[Batch]) -> list[Tensor]:
     """Orthogonalize the directions of a round in place.
 
-    Return the updates of each batch over all shards, [weights, *shape] in BF16.
+    Return the orthogonalized directions of each batch over all shards, [weights, *shape] in BF16.
     """
-    updates_by_rank = [_full_directions(batch) for batch in batches]
+    full_directions = [_full_directions(batch) for batch in batches]
     # Each rank orthogonalizes at most one batch. All ranks then get the results.
     this_rank = dist.get_rank() if dist.is_initialized() else 0
     if this_rank < len(batches):
         weight = batches[this_rank].weights[0]  # all weights of a batch are split alike
-        directions = updates_by_rank[this_rank]
+        directions = full_directions[this_rank]
         directions.copy_(weight.join(orthogonalize(weight.split(directions))))
-    for rank, (batch, updates) in enumerate(zip(batches, updates_by_rank, strict=True)):
+    for rank, (batch, directions) in enumerate(zip(batches, full_directions, strict=True)):
         if dist.is_initialized():
-            dist.broadcast(updates, src=rank)
-        if updates is not batch.directions:
-            _copy_parts(updates, batch)
-    return updates_by_rank
+            dist.broadcast(directions, src=rank)
+        if directions is not batch.directions:
+            _copy_parts(directions, batch)
+    return full_directions
 
 
 def _full_directions(batch: Batch) -> Tensor:
@@ -390,19 +405,19 @@ def _full_directions(batch: Batch) -> Tensor:
     full = []
     for weight, part in zip(batch.weights, batch.directions, strict=True):
         parameter: Any = weight.parameter
-        full.append(gathered(DTensor(part, parameter._spec, requires_grad=False)))
+        full.append(full_tensor(DTensor(part, parameter._spec, requires_grad=False)))
     return torch.stack(full)
 
 
-def _copy_parts(updates: Tensor, batch: Batch) -> None:
-    """Copy this process's parts of sharded `updates` into the directions of `batch`."""
-    for weight, direction, update in zip(batch.weights, batch.directions, updates, strict=True):
+def _copy_parts(full_directions: Tensor, batch: Batch) -> None:
+    """Copy this process's parts of `full_directions` into the directions of `batch`."""
+    for weight, part, full in zip(batch.weights, batch.directions, full_directions, strict=True):
         parameter: Any = weight.parameter
         # Without `src_data_rank`, nothing is sent.
         sharded = distribute_tensor(
-            update, parameter.device_mesh, parameter.placements, src_data_rank=None
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
-        direction.copy_(local_part(sharded))
+        part.copy_(local_part(sharded))
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:

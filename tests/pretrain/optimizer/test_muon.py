@@ -17,7 +17,13 @@ from foundation.overrides import overridden
 from pretrain.optimizer import muon
 from pretrain.optimizer.adamw import set_learning_rate, set_updates_done
 from pretrain.optimizer.exact_weights import master_of, split
-from pretrain.optimizer.muon import MatrixWeight, Muon, find_matrix_weights, orthogonalize, share
+from pretrain.optimizer.muon import (
+    MatrixWeight,
+    Muon,
+    find_matrix_weights,
+    orthogonalize,
+    rounds_of,
+)
 from tests.pretrain.optimizer.test_exact_adamw import loss_gradients, parameters, set_gradients
 from tests.pretrain.plan.plan_recipe import on_meta
 
@@ -154,7 +160,7 @@ def test_ranks_share_all_parameters_in_rounds_of_one_shape(counts, ranks, limit)
     hidden = [MatrixWeight(nn.Parameter(torch.empty(shape, device="meta")), -1) for shape in shapes]
     values = 16 * limit
     with overridden(muon, BATCH=values):
-        rounds = list(share(hidden, ranks))
+        rounds = list(rounds_of(hidden, ranks))
     shared = [item for batches in rounds for batch in batches for item in batch]
     assert len(shared) == len({*shared}) == len(hidden)
     of_shape = defaultdict(list)
