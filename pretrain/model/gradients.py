@@ -59,7 +59,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, and any other tensor unchanged.
 
     If `tensor` is a DTensor, all ranks must call this function.

@@ -20,7 +20,7 @@ from torch.linalg import vector_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from pretrain.metrics.health import some_of
-from pretrain.model.gradients import gathered, gradient_of, gradients_of, local_part
+from pretrain.model.gradients import full_tensor, gradient_of, gradients_of, local_part
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.muon import MOMENTUM, MatrixWeight, Muon
@@ -101,7 +101,7 @@ def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
     if limit is None:
         return 1.0
     norms = [
-        gathered(vector_norm(gradient, dtype=torch.float32))
+        full_tensor(vector_norm(gradient, dtype=torch.float32))
         for gradient in gradients_of(model).values()
     ]
     norm = vector_norm(torch.stack(norms))
@@ -351,7 +351,7 @@ class TorchMatrix:
 
     def _matrix(self, tensor: Tensor) -> Tensor:
         """Return the matrix in a tensor with the shape of its parameter, over all shards."""
-        return self._weight.split(gathered(tensor.detach()))[self._number]
+        return self._weight.split(full_tensor(tensor.detach()))[self._number]
 
 
 def _weighted(values: Tensor, momentum: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from pretrain.model.gradients import gathered
+from pretrain.model.gradients import full_tensor
 from pretrain.observe.product_check import Compared, worst_first
 
 # The allowed error in FP32, as a share of the measured error of BF16. FP32 rounds 2^16 times more
@@ -69,8 +69,8 @@ def distances(
     zero = torch.zeros(())
     result = {}
     for name in dict.fromkeys([*reference, *measured]):
-        expected = gathered(reference.get(name, zero)).float()
-        difference = gathered(measured.get(name, zero)).float() - expected
+        expected = full_tensor(reference.get(name, zero)).float()
+        difference = full_tensor(measured.get(name, zero)).float() - expected
         # The inputs of all tokens have a common component. The errors in a gate with one row are
         # nearly proportional to it, so such a gate is treated like a scalar.
         is_gate = difference.dim() > 1 and len(difference) == 1

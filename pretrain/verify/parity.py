@@ -28,7 +28,7 @@ from packing.batch import Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
-from pretrain.model.gradients import gathered, gradients_of, local_part
+from pretrain.model.gradients import full_tensor, gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.history_check import watching_histories
@@ -542,7 +542,7 @@ def _bias_gradients(
     head = model.hf.get_output_embeddings().state.name
     for name, total in products.token_sums.items():
         keys = [f"{member}.bias" for member in engine.gemms[name].members]
-        biases = [gathered(gradients[key]) for key in keys if key in gradients]
+        biases = [full_tensor(gradients[key]) for key in keys if key in gradients]
         if biases and name != head:
             expected = accelerator.reduce(total, reduction="sum")
             yield compare_values(f"{name}: gradient of the bias", torch.cat(biases), expected)
@@ -627,7 +627,7 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
             size = torch.where(values == 0, NOISE_ON_ZEROS, NOISE * values.abs())
             values += size * torch.randn(values.shape).to(values.device)
     head = model.hf.get_output_embeddings()
-    norm = gathered(vector_norm(head.weight.detach(), dtype=torch.float32)).item()
+    norm = full_tensor(vector_norm(head.weight.detach(), dtype=torch.float32)).item()
     try:
         changed = any(from_all_ranks(bool(before)))
         # The inputs are normalised, so norm / sqrt(vocabulary) is the logits' standard deviation.

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch
-from pretrain.model.gradients import gathered
+from pretrain.model.gradients import full_tensor
 from pretrain.model.huggingface import named_tensors
 from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
@@ -120,7 +120,7 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
         # The tensors are gathered one after the other, so that each gathered tensor is freed before
         # the next tensor is gathered.
         for name, tensor in named_tensors(plain).items():
-            tensor.copy_(gathered(stored[name]))
+            tensor.copy_(full_tensor(stored[name]))
             tensor.requires_grad_(stored[name].requires_grad)
     routers = Routing(plain).routers
     mixtures = stacked_experts(plain, biased=True)

@@ -12,7 +12,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from foundation.overrides import overridden
-from pretrain.model.gradients import gathered
+from pretrain.model.gradients import full_tensor
 from pretrain.optimizer import muon
 from pretrain.optimizer.muon import MatrixWeight, Muon
 from tests.ranks import in_ranks
@@ -52,7 +52,7 @@ def train(
     tensors = [*params, *(state["momentum"] for state in states)]
     # Gloo gathers no int16.
     tensors += [state["remainder"].int() for state in states if "remainder" in state]
-    return [gathered(tensor.detach()) for tensor in tensors], optimizer.frozen_counts.tolist()
+    return [full_tensor(tensor.detach()) for tensor in tensors], optimizer.frozen_counts.tolist()
 
 
 def train_as_rank(rank: int, sharded: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[int]]:
