@@ -139,25 +139,28 @@ class GroupedExperts(nn.Module):
 class Dispatched(torch.autograd.Function):
     """Copy tokens [tokens, features] to rows sorted by expert [rows, features].
 
-    `arrange` has rounded up the number of rows of each expert. The additional rows are zero.
+    Empty rows (`Groups`) are zero. The gradient of a token is the sum over its choices.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
-        ctx.call = (groups.place, len(x))
-        choices = len(groups.place) // len(x)
-        return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
+        ctx.row_of_choice = groups.row_of_choice
+        ctx.tokens = len(x)
+        choices_per_token = len(groups.row_of_choice) // len(x)
+        token_of_row = groups.choice_of_row // choices_per_token
+        return x.index_select(0, token_of_row).index_fill_(0, groups.empty_rows, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        place, tokens = ctx.call
+        row_of_choice = ctx.row_of_choice
         if in_bf16_on_a_gpu(dy):
             # Imported here because it imports Triton, which is slow.
             from pretrain.model import experts_kernel
 
-            return experts_kernel.combine(dy.contiguous(), place, None, tokens), None
-        return dy.index_select(0, place).view(tokens, -1, dy.shape[1]).sum(1), None
+            return experts_kernel.combine(dy.contiguous(), row_of_choice, None, ctx.tokens), None
+        gradients_of_choices = dy.index_select(0, row_of_choice).view(ctx.tokens, -1, dy.shape[1])
+        return gradients_of_choices.sum(1), None
 
 
 class Combined(torch.autograd.Function):
@@ -175,7 +178,7 @@ class Combined(torch.autograd.Function):
         if in_bf16_on_a_gpu(rows):
             from pretrain.model import experts_kernel
 
-            return experts_kernel.combine(rows, groups.place, weights, len(weights))
+            return experts_kernel.combine(rows, groups.row_of_choice, weights, len(weights))
         choices = _choices_in_fp32(rows, groups, weights)
         return (choices * weights.float()[..., None]).sum(1).to(rows.dtype)
 
@@ -188,19 +191,19 @@ class Combined(torch.autograd.Function):
             from pretrain.model import experts_kernel
 
             d_rows, d_weights = experts_kernel.combine_backward(
-                dy.contiguous(), rows, groups.place, weights
+                dy.contiguous(), rows, groups.row_of_choice, weights
             )
         else:
             dy = dy[:, None].float()
             d_weights = (_choices_in_fp32(rows, groups, weights) * dy).sum(-1)
             d_choices = (dy * weights.float()[..., None]).flatten(0, 1)
-            d_rows = d_choices.to(rows.dtype).index_select(0, groups.choice)
-        return d_rows.index_fill_(0, groups.empty, 0), d_weights.to(weights.dtype), None
+            d_rows = d_choices.to(rows.dtype).index_select(0, groups.choice_of_row)
+        return d_rows.index_fill_(0, groups.empty_rows, 0), d_weights.to(weights.dtype), None
 
 
 def _choices_in_fp32(rows: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     """Return the row of each choice of each token, FP32 [tokens, choices, features]."""
-    return rows.index_select(0, groups.place).view(*weights.shape, -1).float()
+    return rows.index_select(0, groups.row_of_choice).view(*weights.shape, -1).float()
 
 
 def in_bf16_on_a_gpu(x: Tensor) -> bool:

@@ -243,9 +243,9 @@ def _uses_kernel(x: Tensor) -> bool:
 def rounds_of(weights: Iterable[MatrixWeight], ranks: int) -> Iterator[list[list[MatrixWeight]]]:
     """Yield rounds. A round is a list of batches, and rank i orthogonalizes batch i.
 
-    All weights of a round have the same shape. The last round of a shape may have fewer batches than
-    there are ranks. Each rank has about the same number of weights of a shape. A batch has at most
-    BATCH values, or a single weight.
+    All weights of a round have the same shape. The last round of a shape may have fewer batches
+    than there are ranks. Each rank has about the same number of weights of a shape. A batch has at
+    most BATCH values, or a single weight.
     """
     by_shape: dict[tuple[Any, ...], list[MatrixWeight]] = defaultdict(list)
     for weight in weights:
@@ -293,7 +293,7 @@ class Muon(ExactAdamW):
         """Return a function that updates every parameter that has a gradient.
 
         The function updates all momenta and writes the directions, orthogonalizes the directions in
-        place, and updates all weights, including those of AdamW. All ranks must call it.
+        place, and updates all weights of Muon and AdamW. All ranks must call it.
         `ExactAdamW.prepare` describes `clip_coefficient`.
         """
         with_gradient = [

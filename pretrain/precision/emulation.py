@@ -233,8 +233,8 @@ def multiply_grouped(
     The result is rounded to `dtype`. If `dtype` is None, it stays FP32. `ends` is the same as in
     `Gemm.matmul`.
     """
-    by_expert = grouped.by_expert(kind, right.values.float(), len(ends))
-    product = F.grouped_mm(left.values.float(), by_expert, offs=ends)
+    right_values = grouped.right_for_kernel(kind, right.values.float(), len(ends))
+    product = F.grouped_mm(left.values.float(), right_values, offs=ends)
     return _scaled(product, left, right, dtype)
 
 

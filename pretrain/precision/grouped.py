@@ -84,13 +84,14 @@ class Groups:
     """The rows of a grouped product. Each choice of a token has one row. Rows are sorted by expert.
 
     The choices of all tokens are numbered in the order of the tokens. Choice n is a choice of token
-    n // choices, where `choices` is the number of experts that each token chooses.
+    n // choices, where `choices` is the number of experts that each token chooses. Rows that only
+    fill the gap to the next expert are empty.
     """
 
     ends: Tensor  # int32 [experts]: the end of each expert's rows. The last end is the row count.
-    choice: Tensor  # int64 [rows]: the number of the choice in each row, arbitrary in empty rows
-    place: Tensor  # int64 [tokens x choices]: the index of the row of each choice
-    empty: Tensor  # int64: the indices of the rows without a choice
+    choice_of_row: Tensor  # int64 [rows]: number of the choice in each row, arbitrary if empty
+    row_of_choice: Tensor  # int64 [tokens x choices]: index of the row of each choice
+    empty_rows: Tensor  # int64: indices of the empty rows
     load: Tensor  # int64 [experts]: the number of tokens that chose each expert
 
 
@@ -103,25 +104,27 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     multiple: the first row of each expert is a multiple of this.
     """
     # The expert and the number of each choice, sorted by expert.
-    by_expert, order = chosen.flatten().sort(stable=True)
-    choices = torch.arange(len(order), device=chosen.device)
-    numbers = torch.arange(experts, device=chosen.device)
-    # Index in `by_expert` of the first choice of each expert.
-    begins = torch.searchsorted(by_expert, numbers)
-    load = torch.searchsorted(by_expert, numbers, right=True) - begins
-    ends = (-(-load // multiple) * multiple).cumsum(0)
+    sorted_experts, sorted_choices = chosen.flatten().sort(stable=True)
+    choices = torch.arange(len(sorted_choices), device=chosen.device)
+    expert_indices = torch.arange(experts, device=chosen.device)
+    # Index in `sorted_experts` of the first choice of each expert.
+    begins = torch.searchsorted(sorted_experts, expert_indices)
+    load = torch.searchsorted(sorted_experts, expert_indices, right=True) - begins
+    rows_of_expert = -(-load // multiple) * multiple
+    ends = rows_of_expert.cumsum(0)
+    # Number of empty rows before the first row of each expert.
+    empty_before = ends - rows_of_expert - begins
+    row_of_choice = torch.empty_like(sorted_choices)
+    row_of_choice[sorted_choices] = choices + empty_before[sorted_experts]
     # This number of rows suffices for any distribution of the choices over the experts.
-    rows = -(-(len(order) + experts * (multiple - 1)) // multiple) * multiple
-    # Number of empty rows before the rows of each expert, which follow those of the previous one.
-    empty_before = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
-    # A row keeps its place among the sorted choices, moved by the empty rows before it.
-    place = torch.empty_like(order)
-    place[order] = choices + empty_before[by_expert]
-    choice = torch.full((rows,), -1, device=chosen.device).scatter_(0, place, choices)
-    # Sort instead of calling `nonzero`, because `nonzero` makes the CPU wait for the GPU.
-    empty = (choice >= 0).sort(stable=True).indices[: rows - len(order)]
+    rows = -(-(len(choices) + experts * (multiple - 1)) // multiple) * multiple
     ends[-1] = rows
-    return Groups(ends.int(), choice.clamp(min=0), place, empty, load)
+    # Empty rows have the choice -1.
+    choice_of_row = torch.full((rows,), -1, device=chosen.device)
+    choice_of_row.scatter_(0, row_of_choice, choices)
+    # Sort instead of calling `nonzero`, because `nonzero` makes the CPU wait for the GPU.
+    empty_rows = (choice_of_row >= 0).sort(stable=True).indices[: rows - len(choices)]
+    return Groups(ends.int(), choice_of_row.clamp(min=0), row_of_choice, empty_rows, load)
 
 
 def matmul(kind: str, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -137,8 +140,8 @@ def matmul(kind: str, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(left, right, offs=ends)
 
 
-def by_expert(kind: str, right: Tensor, experts: int) -> Tensor:
-    """Return the right operand of a product, as `F.grouped_mm` expects it.
+def right_for_kernel(kind: str, right: Tensor, experts: int) -> Tensor:
+    """Return the right operand of a product in the layout that `F.grouped_mm` expects.
 
     right: the operand, stored so that the product sums along its last axis. A weight has the
         weights of all experts: [experts x out, in] in forward, and [in, experts x out] in dgrad.

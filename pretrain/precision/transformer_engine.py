@@ -286,7 +286,7 @@ class TransformerEngineGemm(Gemm):
         a = _e4m3(left, transposed=kind == "wgrad")
         # b is [experts, k, n], contiguous along k, or [k, n] in wgrad. The kernel reads a scale for
         # each row of a and each column of b. In wgrad, each expert has its own scales.
-        b = grouped.by_expert(kind, _e4m3(right, transposed=kind != "forward"), experts)
+        b = grouped.right_for_kernel(kind, _e4m3(right, transposed=kind != "forward"), experts)
         if kind == "wgrad":
             scale_sizes: Any = len(a) * experts, b.shape[1] * experts
         else:

@@ -50,7 +50,7 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
     tokens = torch.randn(1000, IN, device=DEVICE)
     stack = torch.randn(EXPERTS, OUT, IN, device=DEVICE)
     rows = Dispatched.apply(tokens, groups)
-    dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty, 0)
+    dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty_rows, 0)
     return rows.bfloat16(), stack.bfloat16(), dy.bfloat16(), groups.ends
 
 

@@ -87,7 +87,7 @@ def test_every_choice_has_a_row_and_padding_rows_are_zero(
         assert groups.load[expert] == len(tokens)
         assert torch.equal(rows[begin : begin + len(tokens)], x[tokens])
         assert not rows[begin + len(tokens) : end].any()
-    assert torch.equal(rows[groups.place], x.repeat_interleave(CHOICES, 0))
+    assert torch.equal(rows[groups.row_of_choice], x.repeat_interleave(CHOICES, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +172,7 @@ def test_emulated_fp8_equals_a_loop_with_one_scale_per_tensor(chosen: list[list[
     experts.zero_grad()
     with context.forward(training=True):
         y = experts.stacks["gate_up_proj"](rows, stack, ends=groups.ends)
-    dy = torch.randn_like(y).index_fill_(0, groups.empty, 0)
+    dy = torch.randn_like(y).index_fill_(0, groups.empty_rows, 0)
     y.backward(dy)
 
     x, x_scale = rounded(rows.detach())
