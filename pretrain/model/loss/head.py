@@ -138,7 +138,7 @@ class LossHead(nn.Linear):
         if torch.is_grad_enabled():
             trained, parts = ChunkedLoss.apply(hidden, self.weight, self.bias, labels, self, low)
         else:
-            trained, parts = self._evaluate(hidden, labels, low)
+            trained, parts = self.sum_losses(self._evaluate(hidden, labels, low))
         if self.penalty is None:
             return trained
         # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties. `_parts`
@@ -147,48 +147,39 @@ class LossHead(nn.Linear):
         self._parts = parts.clone() if self._parts is None else self._parts.add_(parts)
         return trained if self.training else parts[0]
 
-    def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> tuple[Tensor, Tensor]:
-        """Return the results of `add_up`, without computing gradients.
+    def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> Tensor:
+        """Return the losses as `sum_losses` expects them, without computing gradients.
 
         `low` is the Gemm of the head, or None if the head is not quantized.
         """
         dtype = self.state.context.compute_dtype if low else hidden.dtype
         weight, bias = in_dtype(dtype, self.weight, self.bias)
         linear = self.state if low else F.linear
-
-        def losses_of(rows: slice) -> Tensor:
-            """Return the losses of the chunk of tokens `rows`, as `add_up` requires."""
+        losses = self.empty_losses(labels)
+        for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             logits = linear(hidden[rows], weight, bias)
-            return token_losses(
+            losses[:, rows] = token_losses(
                 logits, labels[rows], self.penalty, self.change, with_gradient=False
             )
+        return losses
 
-        return self.add_up(losses_of, labels, low)
+    def empty_losses(self, labels: Tensor) -> Tensor:
+        """Return memory for the losses of all tokens, see `sum_losses`."""
+        return labels.new_empty(2 if self.penalty else 1, len(labels), dtype=torch.float32)
 
-    def add_up(
-        self, losses_of: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the losses of all chunks and return their sums.
+    def sum_losses(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss to minimize, and the parts of this loss.
 
         Args:
-            losses_of: Function that returns the losses of a chunk. The argument is the slice of the
-                chunk's tokens. The result is FP32 [n], or [2, n] with the penalties in the second
-                row.
-            labels: Target of each token, int64 [tokens].
-            low: Gemm of the head, or None if the head is not quantized.
+            losses: FP32 [1, tokens] or [2, tokens]. The first row has the cross-entropies. With a
+                penalty, the second row has the penalties, not multiplied by their weight.
 
         Returns:
-            The loss to minimize, an FP32 scalar, and the parts of this loss, FP32 [1] or [2]. The
-            first part is the sum of cross-entropies. The second part is the sum of penalties, not
-            multiplied by their weight. Without a penalty, the second part is missing.
+            The loss to minimize, an FP32 scalar, and the sum of each row, FP32 [1] or [2].
         """
-        kinds = 2 if self.penalty else 1
-        all_losses = labels.new_empty(kinds, len(labels), dtype=torch.float32)
-        for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
-            all_losses[:, rows] = losses_of(rows)
         # Sum in FP64, so that the order of the sum does not matter. This takes little time even for
         # a hundred thousand losses.
-        parts = all_losses.sum(dim=1, dtype=torch.float64)
+        parts = losses.sum(dim=1, dtype=torch.float64)
         trained = parts[0]
         if self.penalty:
             trained = trained + self.penalty.weight * parts[1]
@@ -244,11 +235,10 @@ class ChunkedLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        losses = head.empty_losses(labels)
         with _chunk_loss_of(head, low, hidden.dtype) as chunk_loss:
-
-            def losses_of(rows: slice) -> Tensor:
-                """Return the losses of the chunk `rows`, and write its gradients."""
-                return chunk_loss(
+            for rows in chunks(len(labels), head.chunk, low_precision=low is not None):
+                chunk_losses = chunk_loss(
                     hidden[rows],
                     labels[rows],
                     d_hidden[rows],
@@ -256,8 +246,8 @@ class ChunkedLoss(torch.autograd.Function):
                     d_bias,
                     first=rows.start == 0,
                 )
-
-            trained, parts = head.add_up(losses_of, labels, low)
+                losses[:, rows] = chunk_losses
+        trained, parts = head.sum_losses(losses)
         ctx.gradients = (d_hidden, d_weight, d_bias)
         ctx.inputs = (weight, hidden.dtype)
         ctx.mark_non_differentiable(parts)
@@ -474,11 +464,13 @@ class Penalty:
         maximum = scores.amax(dim=-1, keepdim=True)
         likeliest = scores.argmax(dim=-1, keepdim=True) if self.kind == "non_max_sum" else None
         shifted = scores.sub_(maximum)
+        # `p` has the memory of `scores`, except with neg_entropy, which needs the scores again.
         p = shifted.exp() if self.kind == "neg_entropy" else shifted.exp_()
         total = p.sum(dim=-1, keepdim=True)
         log_total = total.log()
         p.mul_(total.reciprocal_().mul_(counted))
         penalty = torch.zeros_like(total)
+        # Each kind leaves the gradient, without the term of the label, in the memory of `scores`.
         if self.kind == "neg_entropy":
             # log p + H equals the score minus the mean of all scores weighted by p. This form loses
             # no digits if all p are almost equal.

@@ -406,8 +406,8 @@ the gradient of a quantized head contains only the last chunk
 - first=rows.start == 0,
 + first=rows.start == 0 or bool(low),
 the loss is halved in later chunks of a quantized head
-- all_losses[:, rows] = losses_of(rows)
-+ all_losses[:, rows] = losses_of(rows) / (2 if low and rows.start else 1)
+- losses[:, rows] = chunk_losses
++ losses[:, rows] = chunk_losses / (2 if low and rows.start else 1)
 """)
 faults_in(loss_head, emulated, **HEAD)("""
 the logits are 10 % too large in later chunks of a quantized head
