@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.observe.product_check import largest_magnitude
-from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.delayed_state import state_of_operand
 from pretrain.precision.formats.definition import OptionValues, Role
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
 from pretrain.precision.settings import ActivePrecision
@@ -89,7 +89,7 @@ def _wrong_histories(
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
 
     def stacked(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
-        return torch.stack([of_operand(state, name, role, key) for name in names], -1)
+        return torch.stack([state_of_operand(state, name, role, key) for name in names], -1)
 
     history = stacked(after, "amax_history")
     scale = stacked(after, "scale")

@@ -29,7 +29,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import largest_magnitude
-from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.delayed_state import state_of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.product import LinearPass, PrecisionContext, Probe
 from pretrain.precision.quantizers import Quantized
@@ -156,7 +156,7 @@ class OperandStatistics(Probe):
         """
         x = values()
         amax = largest_magnitude(x)
-        scale = of_operand(self._state, name, role, "scale") if self._state else None
+        scale = state_of_operand(self._state, name, role, "scale") if self._state else None
         if self._generator is None:
             self._generator = torch.Generator(x.device).manual_seed(0)
         scaling = self.precision.scaling(role)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.delayed_state import state_of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
@@ -276,7 +276,7 @@ class ProductCheck(Probe):
         """Return the samples of `part`, the rows of one expert in the operand `tensor`."""
         if not len(part):
             return {}
-        scale = of_operand(self._state, name, role, "scale") if self._state else None
+        scale = state_of_operand(self._state, name, role, "scale") if self._state else None
         rows = _slice_of(name, len(part)) if role == "weight" else token_rows(part)
         columns = _slice_of(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.

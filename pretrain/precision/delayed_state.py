@@ -37,7 +37,7 @@ PLACES: dict[Role, tuple[Direction, int]] = {
 }
 
 
-def of_operand(
+def state_of_operand(
     state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]
 ) -> Tensor:
     """Return the amax history [length] or the scale (a scalar) of one operand.

@@ -20,7 +20,7 @@ from foundation.reading import load_object
 from foundation.units import plural
 from pretrain.model.fused.layers import Stack, stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors
-from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.delayed_state import state_of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.layouts import LAYOUTS
 from pretrain.precision.quantizers import Quantized
@@ -81,7 +81,7 @@ def served_weights(
             tensors[parameter] = read(parameter)
             continue
         if precision.keeps_history:
-            encoded_scale = of_operand(histories, stacks[name].product, "input", "scale")
+            encoded_scale = state_of_operand(histories, stacks[name].product, "input", "scale")
             tensors[f"{name}.input_scale"] = decode_scale(encoded_scale).reshape(1)
         weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
@@ -124,7 +124,7 @@ def _quantize_as_trained(
     """
     scale = amax = None
     if precision.keeps_history:
-        scale = of_operand(histories, stack.product, "weight", "scale")
+        scale = state_of_operand(histories, stack.product, "weight", "scale")
     elif precision.tensor_scaled:
         amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack.members)
     return precision.quantizer("weight", "features")(read(f"{name}.weight"), scale, amax)
