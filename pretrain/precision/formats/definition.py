@@ -59,10 +59,12 @@ class Hardware:
 
     # The lowest supported capability. None if no GPU is supported.
     capability: tuple[int, int] | None
-    # The names of supported GPUs, or the missing requirement if no GPU is supported.
-    examples: str
+    # The names of supported GPUs.
+    examples: str = ""
     # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
+    # The requirement that no GPU meets, if no GPU is supported.
+    missing: str = ""
 
     def unmet_need(self, capability: tuple[int, int] | None) -> str | None:
         """Return the requirement that a device does not meet, or None if the device is supported.
@@ -72,7 +74,7 @@ class Hardware:
         Transformer Engine itself checks further requirements, such as the CUDA version.
         """
         if self.capability is None:
-            return self.examples
+            return self.missing
         if (
             capability is None
             or capability < self.capability
@@ -317,10 +319,8 @@ class QuantizedPrecision(Precision):
         """Return the quantizer of an operand for the product that sums along `along`.
 
         See `Quantize` for the arguments of the quantizer. Its result is [rows, features] if `along`
-        is "features", and [features, rows] if `along` is "rows". If `along` is "rows" and
-        `serves_both` is false, the quantizer ignores its argument `amax`: the random Hadamard
-        transform may change the amax, and the formats without the transform compute it again. The
-        quantizer raises RuntimeError if the axis `along` is not a multiple of the block size.
+        is "features", and [features, rows] if `along` is "rows". The quantizer raises RuntimeError
+        if the axis `along` is not a multiple of the block size.
         """
         quantize = self.along_features(role)
         if along == "features":
@@ -328,9 +328,13 @@ class QuantizedPrecision(Precision):
         if self.serves_both(role):
             return lambda x, scale, amax: quantize(x, scale, amax).t()
         transform = self.transform(role)
-        return lambda x, scale, amax: quantize(
-            x.t() if transform is None else transform(x.t()), scale, None
-        )
+
+        def quantize_transpose(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
+            transposed = x.t() if transform is None else transform(x.t())
+            # The transform may change the amax. Formats without it compute the amax again.
+            return quantize(transposed, scale, None)
+
+        return quantize_transpose
 
     def operand_kind(self, role: Role) -> str:
         """Return the text in the audit for an operand, such as "e4m3 in blocks of 128"."""

@@ -20,7 +20,7 @@ PRECISION = QuantizedPrecision(
     "emulated only",
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
-    hardware=Hardware(None, "a kernel, but no release of Transformer Engine has one"),
+    hardware=Hardware(None, missing="a kernel, but no release of Transformer Engine has one"),
     scales=Scaling("power of two", 32),
     codes=quantizers.E2M1,
     quantize=lambda x, *, grid, uniform, **_: quantizers.blocks.quantize_mx(
