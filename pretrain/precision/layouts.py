@@ -115,35 +115,50 @@ class Layout:
         codes = _unpacked_e2m1(codes) if self.is_packed else codes.float()
         grid = E2M1 if self.is_packed else E4M3
         block = [size or length for size, length in zip(self.block, codes.shape, strict=True)]
-        shape = [math.ceil(length / size) for size, length in zip(block, codes.shape, strict=True)]
+        blocks = [math.ceil(length / size) for size, length in zip(block, codes.shape, strict=True)]
         if self.scale_dtype == torch.float8_e8m0fnu:
             scales = scales.view(self.scale_dtype)
         factors = scales.float()
         for divisor in divisors:
             factors = factors / divisor.max()
-        # A scale of the weight has one element, and any number of dimensions.
-        is_fitting = scales.numel() == math.prod(shape) == 1 or list(scales.shape) == shape
-        # The weights of models are far below 448, the largest FP8 code. NaN is in no interval.
+        # The weights of models are far below 448, the largest FP8 code.
         largest = E4M3.maximum / grid.maximum
-        is_factor = scales.is_floating_point() and ((factors >= 0) & (factors <= largest)).all()
-        if not is_fitting or not is_factor:
+        self._check_scales(linear, scales, blocks, factors, largest)
+        factors = factors.reshape(blocks)
+        for axis, length in enumerate(codes.shape):
+            factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, length)
+        return Quantized(codes, factors, torch.ones(()), grid)
+
+    def _check_scales(
+        self, linear: str, scales: Tensor, shape: list[int], factors: Tensor, largest: float
+    ) -> None:
+        """Raise ValueError for scales with another shape than `shape`, or with impossible values.
+
+        factors: the scales in FP32, divided by the divisors of the layout.
+        largest: the largest possible factor.
+        """
+        # One scale of all values may have any number of dimensions.
+        has_shape = list(scales.shape) == shape or scales.numel() == math.prod(shape) == 1
+        # A comparison with NaN is False.
+        are_possible = scales.is_floating_point() and ((factors >= 0) & (factors <= largest)).all()
+        if not has_shape or not are_possible:
             raise ValueError(
                 f"{linear}: {self.parts[1]} has the shape {list(scales.shape)}, the dtype "
                 f"{scales.dtype} and factors up to {factors.max():.1e}; expected are the shape "
                 f"{shape} and the dtype {self.scale_dtype} by `quantization_config`, and factors "
                 f"from 0 to {largest:.0f}"
             )
-        factors = factors.reshape(shape)
-        for axis, length in enumerate(codes.shape):
-            factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, length)
-        return Quantized(codes, factors, torch.ones(()), grid)
 
 
 def _packed_e2m1(codes: Tensor) -> Tensor:
-    """Return E2M1 codes [out, in] as bytes [out, in / 2], the first code in the lower four bits."""
+    """Return E2M1 codes [out, in] as bytes [out, in / 2], the first code in the lower four bits.
+
+    The four bits of a code are its sign and the index of its magnitude.
+    """
     magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
-    bits = torch.searchsorted(magnitudes, codes.abs().contiguous()) | codes.signbit().long() << 3
-    return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
+    index = torch.searchsorted(magnitudes, codes.abs().contiguous())
+    bits = index | (codes.signbit().long() << 3)
+    return (bits[:, ::2] | (bits[:, 1::2] << 4)).to(torch.uint8)
 
 
 def _unpacked_e2m1(packed: Tensor) -> Tensor:
@@ -168,11 +183,15 @@ def _compressed_tensors(
 def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     """Return the description of an operand in the format of compressed-tensors."""
     arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True}
-    return arguments | {"dynamic": False} | more
+    return {**arguments, "dynamic": False, **more}
 
 
-_MX = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
 _TENSOR = _arguments(8, "tensor")
+_MX = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
+_MXFP8 = _arguments(8, "group", **_MX)
+_MXFP4 = _arguments(4, "group", **_MX)
+# The scales of activations are computed by the server, and not stored.
+_DYNAMIC = {"dynamic": True}
 _MX_ACTIVATIONS = (
     "quantized by the server; its power-of-two scales may be smaller than those of training, so "
     "values may saturate, unlike in training"
@@ -186,7 +205,7 @@ LAYOUTS = {
     ),
     "FP8": Layout(
         (None, None),
-        _compressed_tensors("float-quantized", _TENSOR, _TENSOR | {"dynamic": True}),
+        _compressed_tensors("float-quantized", _TENSOR, _TENSOR | _DYNAMIC),
         "quantized by the server, with one scale per tensor as in training, or with one per token",
     ),
     "FP8 blocks": Layout(
@@ -206,21 +225,13 @@ LAYOUTS = {
     ),
     "MXFP8": Layout(
         (1, MX_BLOCK),
-        _compressed_tensors(
-            "mxfp8-quantized",
-            _arguments(8, "group", **_MX),
-            _arguments(8, "group", **_MX, dynamic=True),
-        ),
+        _compressed_tensors("mxfp8-quantized", _MXFP8, _MXFP8 | _DYNAMIC),
         _MX_ACTIVATIONS,
         scale_dtype=torch.float8_e8m0fnu,
     ),
     "MXFP4": Layout(
         (1, MX_BLOCK),
-        _compressed_tensors(
-            "mxfp4-pack-quantized",
-            _arguments(4, "group", **_MX),
-            _arguments(4, "group", **_MX, dynamic=True),
-        ),
+        _compressed_tensors("mxfp4-pack-quantized", _MXFP4, _MXFP4 | _DYNAMIC),
         _MX_ACTIVATIONS,
         parts=("weight_packed", "weight_scale"),
         scale_dtype=torch.float8_e8m0fnu,
@@ -260,7 +271,8 @@ def stored_weights(
 ) -> dict[str, Any]:
     """Return a dict from the name of each parameter to its `StoredWeight`, or to its slice.
 
-    Return an empty dict if `quantization` is None. The files must then have no FP8 codes.
+    Return an empty dict if `quantization` is None, because transformers can then read the files.
+    The files must then have no FP8 codes.
 
     tensors: the names and slices of all tensors in the files of a model.
     quantization: `quantization_config` in config.json, or None.
@@ -316,10 +328,15 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
 
 
 def _block_of(weights: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the rows and columns that share a scale, by a group of compressed-tensors."""
-    of_groups = weights.get("block_structure") or (1, weights.get("group_size"))
-    blocks = {"tensor": (None, None), "channel": (1, None)}
-    return tuple(blocks.get(weights["strategy"], of_groups))
+    """Return the rows and columns that share a scale, see `Layout.block`.
+
+    weights: the key `weights` of a group in `config_groups` of compressed-tensors.
+    """
+    if weights["strategy"] == "tensor":
+        return (None, None)
+    if weights["strategy"] == "channel":
+        return (1, None)
+    return tuple(weights.get("block_structure") or (1, weights.get("group_size")))
 
 
 def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredWeight]:
