@@ -76,14 +76,18 @@ def decide(
     unquantized = UNQUANTIZED[precision.compute_dtype].name
     decisions = {}
     for name, (module, features) in features_by_name.items():
-        reason = _reason_by_name(name, settings)
+        # If there are several reasons, the first one is reported.
+        reason: str | None
         if module is excluded:
             reason = "scope linear excludes the LM head"
+        elif by_name := _reason_by_name(name, settings):
+            reason = by_name
         elif module in modules_in_kept_layers:
-            reason = reason or "keep_bf16_layers"
-        reason = reason or _unfit(features, precision.multiple_of)
-        if name in stacks:
-            reason = reason or no_groups
+            reason = "keep_bf16_layers"
+        elif unfit := _unfit(features, precision.multiple_of):
+            reason = unfit
+        else:
+            reason = no_groups if name in stacks else None
         decisions[name] = Decision(unquantized if reason else precision.name, reason)
     return decisions
 
