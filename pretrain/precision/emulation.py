@@ -68,7 +68,8 @@ class EmulationEngine(GemmEngine):
         self.delayed = (
             DelayedState(self.precision, device) if self.precision.keeps_history else None
         )
-        self.preparation = functools.cache(self._compiled_preparation)
+        # Function that returns the quantizer for a role and an axis.
+        self.preparation = functools.cache(self._make_preparation)
 
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
@@ -104,7 +105,7 @@ class EmulationEngine(GemmEngine):
         """Return a context without autocast, which would round FP32 operands to BF16."""
         return torch.autocast(self.device.type, enabled=False)
 
-    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
+    def _make_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
         """Return a function that quantizes x [rows, features] for a product along `along`.
 
         On a GPU, the function is compiled. The arguments of the function are x, and the scale of
@@ -152,10 +153,12 @@ class EmulatedGemm(Gemm):
         scale = self._delayed.scale(self._index, role) if self._delayed else None
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
+            # In backward, `restore` quantizes the input along its rows.
             return BothWays(features, None, x, scale)
         if self._engine.precision.serves_both(role):
             return BothWays(features, features.t())
-        return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
+        rows = self.quantize_along(role, x, "rows", scale) if both else None
+        return BothWays(features, rows)
 
     def quantize_along(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Quantize x [rows, features] for a product that sums along `along`.
@@ -206,6 +209,7 @@ class EmulatedGemm(Gemm):
     # This is not a static method as in Gemm, because quantizing the input again needs the layer's
     # state.
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
+        """Return the input, quantized for the product of the weight's gradient."""
         x, scale = tensors
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 

@@ -197,12 +197,12 @@ class Gemm(ABC):
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Return True if this is the first call in the current forward of the model, else False.
+        """Return True if this Gemm must call `finish_backward` after its backward.
 
-        The method is called exactly once for each Gemm in a forward, so only the Gemm that runs
-        first receives True. In backward, the same Gemm runs last. After it, all gradients have been
-        quantized, and `finish_backward` must be called. A class whose `finish_backward` does
-        nothing always returns False.
+        This is the Gemm that runs first in the forward of the model. In backward it runs last, so
+        all gradients have been quantized. Call the method once for each Gemm and forward, because
+        only the first call in a forward returns True. A class whose `finish_backward` does nothing
+        always returns False.
         """
         return False
 
@@ -217,7 +217,10 @@ class TorchGemm(Gemm):
     quantizes = False
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        """Return x unquantized. On a GPU, return a contiguous x, unless x is a weight."""
+        """Return x unquantized. On a GPU, an input or a gradient is made contiguous for cublasLt.
+
+        A weight that is a transposed view is not copied.
+        """
         return x.contiguous() if x.is_cuda and role != "weight" else x
 
     def matmul(

@@ -58,6 +58,7 @@ class Blocks:
 
     @classmethod
     def of(cls, x: Tensor, size: int, *, two_dimensional: bool) -> Blocks:
+        """Return the blocks of x. If its last dimension is strided, x counts as transposed."""
         return cls(size, two_dimensional, transposed=x.dim() > 1 and x.stride(-1) != 1)
 
     @property
@@ -278,8 +279,10 @@ def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
     function would copy a constant to the device in each call.
     """
     index = torch.arange(HADAMARD_BLOCK, device=device)
-    odd = index[:, None] & index
-    # XOR the four bits, and the sign of row i, into the lowest bit.
-    odd = odd ^ (odd >> 2)
-    odd = odd ^ (odd >> 1) ^ (NEGATIVE >> index[:, None])
-    return torch.where((odd & 1) == 1, -0.25, 0.25).to(dtype)
+    row = index[:, None]
+    # XOR the four bits of `row & index` into the lowest bit: 1 if the number of ones is odd.
+    parity = row & index
+    parity = parity ^ (parity >> 2)
+    parity = parity ^ (parity >> 1)
+    is_negative = ((parity ^ (NEGATIVE >> row)) & 1) == 1
+    return torch.where(is_negative, -0.25, 0.25).to(dtype)
