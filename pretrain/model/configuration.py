@@ -175,47 +175,60 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
     changes = copy.deepcopy(settings.config or {})
     stored: dict[str, Any] = {}
     if settings.source is None:
-        name = str(changes.pop("model_type"))
-        if name not in CONFIG_MAPPING:
-            raise InputError(
-                f"`model.config.model_type`: transformers has no model type {name!r}"
-                f"{_suggestion(name, CONFIG_MAPPING)}"
-            )
-        text = f"{name}_text"
-        if text in CONFIG_MAPPING and CONFIG_MAPPING[text] in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise InputError(
-                f"`model.config.model_type: {name}` reads more than text; set `model_type: {text}`"
-            )
-        config_class = CONFIG_MAPPING[name]
+        config_class = _class_of_type(str(changes.pop("model_type")))
     else:
-        stored = _stored_config(settings)
-        if not stored:
-            raise InputError(
-                f"`model.source`: {settings.source}: the source has no config.json; {_SET_SOURCE}"
-            )
-        if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
-            raise InputError(
-                f"`model.source`: {settings.source} requires Python code that is stored with the "
-                "model, but such code is never run here; choose another model"
-            )
-        # Quantized weights are dequantized when they are loaded.
-        stored = without_key("quantization_config", stored)
-        with explaining_transformers(
-            f"`model.source`: {settings.source}: transformers rejects its config.json"
-        ):
-            loaded = AutoConfig.from_pretrained(
-                str(settings.repository), revision=settings.revision, trust_remote_code=False
-            )
-        config_class = type(loaded)
-        if stored.get("model_type") in FAMILIES:
-            # The configuration of the source may be that of a model with a vision part.
-            config_class = CONFIG_MAPPING[stored["model_type"]]
+        config_class, stored = _read_source(settings)
     names = config_class.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}
         for values in (stored, changes)
     )
     return config_class, stored, changes
+
+
+def _class_of_type(model_type: str) -> type[PretrainedConfig]:
+    """Return the configuration class of a `model_type`. Raise InputError if it is not supported."""
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"`model.config.model_type`: transformers has no model type {model_type!r}"
+            f"{_suggestion(model_type, CONFIG_MAPPING)}"
+        )
+    text = f"{model_type}_text"
+    if text in CONFIG_MAPPING and CONFIG_MAPPING[text] in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"`model.config.model_type: {model_type}` reads more than text; set "
+            f"`model_type: {text}`"
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _read_source(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any]]:
+    """Return the configuration class of `source`, and the values of its config.json.
+
+    Raise InputError if transformers cannot read the source without code of the source.
+    """
+    stored = _stored_config(settings)
+    if not stored:
+        raise InputError(
+            f"`model.source`: {settings.source}: the source has no config.json; {_SET_SOURCE}"
+        )
+    model_type = stored.get("model_type")
+    if "auto_map" in stored and model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"`model.source`: {settings.source} requires Python code that is stored with the "
+            "model, but such code is never run here; choose another model"
+        )
+    with explaining_transformers(
+        f"`model.source`: {settings.source}: transformers rejects its config.json"
+    ):
+        loaded = AutoConfig.from_pretrained(
+            str(settings.repository), revision=settings.revision, trust_remote_code=False
+        )
+    # If the source has a vision part, `loaded` is the configuration of the full model, but `stored`
+    # is that of its text model (`_stored_config`).
+    config_class = CONFIG_MAPPING[model_type] if model_type in FAMILIES else type(loaded)
+    # Quantized weights are dequantized when they are loaded.
+    return config_class, without_key("quantization_config", stored)
 
 
 def _without_derived_values(
@@ -256,9 +269,8 @@ def rope_in_old_keys(rope: dict[str, Any]) -> dict[str, Any]:
 def config_values(config_class: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
     """Return all public values of the configuration that the class makes from `values`.
 
-    Return an empty dict if the class rejects the values. Warnings of transformers are hidden.
-
-    A configuration stores unknown keys too. See `is_same`.
+    Unknown keys of `values` are included, because a configuration stores them. Return an empty dict
+    if the class rejects the values. Warnings of transformers are hidden.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
     with (
@@ -324,10 +336,11 @@ def _other_keys_depend_on(
 ) -> bool:
     """Return True if another key of the configuration made from `values` depends on `key`.
 
-    The function sets `key` to `value`, and then to a few other values.
+    The function sets `key` to `value` and to a few other values, and looks for a change.
     """
     for trial in (value, 0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
         changed = values | {key: trial}
+        # If the class rejects a value, `config_values` is empty, and nothing is learned.
         if config_values(config_class, changed) and not is_same(config_class, values, changed):
             return True
     return False
