@@ -118,22 +118,36 @@ def build(
     """
     admit_packed_sdpa(config)
     options: dict[str, Any] = {"attn_implementation": backend, "trust_remote_code": False}
-    if settings.weights_source is None:
-        torch.manual_seed(seed)
-        with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        # Do not use model.to(), because it would also round buffers. With rotary frequencies in
-        # BF16, the positions of tokens would be wrong.
-        round_weights(model, weights)
-        return model
+    if settings.weights_source is not None:
+        return _load(settings, config, weights, device, options)
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    # Do not use model.to(), because it would also round buffers. With rotary frequencies in BF16,
+    # the positions of tokens would be wrong.
+    round_weights(model, weights)
+    return model
+
+
+def _load(
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    weights: torch.dtype,
+    device: torch.device,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    """Return the model on `device` with the weights of the source. See `build`.
+
+    options: keyword arguments of transformers.
+    """
     source = f"`model.source`: {settings.source}"
     quantized = quantized_weights(str(settings.repository), settings.revision)
-    shapes = build_on_meta(config)
+    on_meta = build_on_meta(config)
     # transformers reads either a source, or the values of a dict by `[...]`.
     repository = None if quantized else str(settings.repository)
-    kind: Any = type(shapes)
+    model_class: Any = type(on_meta)
     with explaining_transformers(f"{source}: weights cannot be loaded", _ANOTHER_SOURCE):
-        model, loading = kind.from_pretrained(
+        model, loading = model_class.from_pretrained(
             repository,
             state_dict=quantized or None,
             config=config,
@@ -145,7 +159,7 @@ def build(
             **options,
         )
     _check_loaded(source, model, loading)
-    expected = dict(shapes.named_parameters())
+    expected = dict(on_meta.named_parameters())
     # If the file contains different values for two tied parameters, transformers unties them.
     if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
         raise InputError(
