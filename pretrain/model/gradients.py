@@ -131,13 +131,14 @@ def attach_sums(
     Returns:
         A view of `memory` with only the values that the main gradients use.
     """
-    stack_from = {id(stack[0]): stack for stack in stacks}
-    later = {id(parameter) for stack in stacks for parameter in stack[1:]}
-    # Put the last parameters first, because backward starts with them.
+    stack_of_first = {id(stack[0]): stack for stack in stacks}
+    not_first = {id(parameter) for stack in stacks for parameter in stack[1:]}
+    # A parameter that is in none of `stacks` is a stack of its own. Put the last parameters first,
+    # because backward starts with them.
     all_stacks = [
-        stack_from.get(id(parameter), [parameter])
+        stack_of_first.get(id(parameter), [parameter])
         for parameter in reversed(trained)
-        if id(parameter) not in later
+        if id(parameter) not in not_first
     ]
     sizes = [_aligned(sum(map(torch.numel, stack))) for stack in all_stacks]
     if memory is None:
@@ -176,14 +177,18 @@ def clear_main_gradients(parameters: Iterable[Summed]) -> None:
 
     A failed backward may have left a `.grad`.
     """
-    attached = [
-        parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None
-    ]
+    attached = _with_main_gradients(parameters)
+    # Usually all main gradients are in one allocation, which is cleared by one write.
     allocations = {id(p.main_grad._base): p.main_grad._base for p in attached}
     for memory in allocations.values():
         empty_sums(memory)
     for parameter in attached:
         parameter.grad = None
+
+
+def _with_main_gradients(parameters: Iterable[Summed]) -> list[Summed]:
+    """Return the parameters that have a main gradient."""
+    return [p for p in parameters if getattr(p, "main_grad", None) is not None]
 
 
 def was_reached(parameter: nn.Parameter) -> bool:
@@ -295,9 +300,9 @@ class RankSums:
         All ranks must call this method, and pass the same parameters. The main gradients of the
         parameters must be in one allocation.
         """
-        attached = [p for p in parameters if getattr(p, "main_grad", None) is not None]
-        in_order = sorted(attached, key=lambda p: p.main_grad.storage_offset())
-        memory = in_order[0].main_grad._base
+        attached = _with_main_gradients(parameters)
+        by_offset = sorted(attached, key=lambda p: p.main_grad.storage_offset())
+        memory = by_offset[0].main_grad._base
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # slices of `memory`
         # For each bucket, the number of parameters that the last backward of the step has not
@@ -307,7 +312,7 @@ class RankSums:
         # All-reduces that are running: handle, FP32 values, and bucket of each.
         self._running: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         # The parameters of each bucket.
-        self._members = list(_cut(in_order))
+        self._members = list(_cut(by_offset))
         for members in self._members:
             start = members[0].main_grad.storage_offset()
             last = members[-1].main_grad

@@ -106,12 +106,15 @@ class _Group:
     fsdp: Any  # the FSDPParamGroup of torch
     # Gathered parameters whose main gradients are overwritten by the first product of a backward.
     overwritten: list[Summed] = field(default_factory=list)
-    cleared: list[Tensor] = field(default_factory=list)  # memory of all other main gradients
-    shares_memory: bool = False  # True if other groups use the same memory
-    # FSDPParams of the weights that all engines of the run quantize, if there are enough of them
-    # (QUANTIZED_SHARE).
+    # Memory of all other main gradients. It is cleared before a backward.
+    cleared: list[Tensor] = field(default_factory=list)
+    # True if main gradients of other groups use the same memory.
+    shares_memory: bool = False
+    # FSDPParams of the weights that all engines of the run quantize. Empty if the group cannot keep
+    # codes instead of weights (`Sharding._find_quantized`).
     quantized: list[Any] = field(default_factory=list)
-    quantized_are_freed: bool = False  # True if FSDP2 treats freed weights as gathered
+    # True from `free_quantized` to `reshard`. FSDP2 still treats the freed weights as gathered.
+    quantized_are_freed: bool = False
 
     @property
     def module(self) -> Any:
@@ -327,8 +330,9 @@ class Sharding:
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.
 
-        It is sufficient to call this method once, because FSDP2 uses the same tensor object each
-        time it gathers a parameter.
+        The groups that share memory use `shared`, which suffices for the largest of them. It is
+        sufficient to call this method once, because FSDP2 uses the same tensor object each time it
+        gathers a parameter.
         """
         sizes = [
             values_of_sums(param.sharded_param for param in group.trained)
@@ -336,29 +340,11 @@ class Sharding:
             if group.shares_memory
         ]
         device = next(self._model.parameters()).device
-        stacked = {id(parameter) for stack in stacks for parameter in stack}
         shared = torch.empty(max(sizes, default=0), dtype=torch.float32, device=device)
         for group in self._groups:
-            trained = group.trained
             group.module.unshard()
-            gathered_of = {id(param.sharded_param): param.unsharded_param for param in trained}
-            rows = [
-                [gathered_of[id(parameter)] for parameter in stack]
-                for stack in stacks
-                if id(stack[0]) in gathered_of
-            ]
-            if trained:
-                memory = shared if group.shares_memory else None
-                group.cleared = [attach_sums([*gathered_of.values()], torch.float32, rows, memory)]
-            if rows:
-                # The backward of a fused layer writes the gradients of all its stacked weights.
-                group.overwritten = [stack[0] for stack in rows]
-                unstacked = gathered_of.keys() - stacked
-                group.cleared = [gathered_of[key].main_grad for key in unstacked]
-            for param in trained:
-                param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
-                if group.shares_memory:
-                    param.unsharded_param.shard = param.sharded_param
+            if group.trained:
+                _attach_to_group(group, stacks, shared if group.shares_memory else None)
             for module in self._model.modules():
                 # The weights of other groups are sharded now.
                 if isinstance(module, nn.Embedding) and not isinstance(module.weight, DTensor):
@@ -418,6 +404,33 @@ class Sharding:
         if not torch.is_grad_enabled():
             for group in self._groups:
                 group.reshard()
+
+
+def _attach_to_group(
+    group: _Group, stacks: Sequence[Sequence[Summed]], memory: Tensor | None
+) -> None:
+    """Give each gathered parameter of a group, which must be gathered now, a main gradient.
+
+    stacks: the stacks of the model, as in `Sharding`.
+    memory: memory that other groups use too, or None to allocate memory for this group.
+    """
+    gathered_of = {id(param.sharded_param): param.unsharded_param for param in group.trained}
+    gathered_stacks = [
+        [gathered_of[id(parameter)] for parameter in stack]
+        for stack in stacks
+        if id(stack[0]) in gathered_of
+    ]
+    trained = list(gathered_of.values())
+    group.cleared = [attach_sums(trained, torch.float32, gathered_stacks, memory)]
+    if gathered_stacks:
+        # The backward of a fused layer writes the gradients of all its stacked weights.
+        group.overwritten = [stack[0] for stack in gathered_stacks]
+        stacked = {id(parameter) for stack in stacks for parameter in stack}
+        group.cleared = [gathered_of[key].main_grad for key in gathered_of.keys() - stacked]
+    for param in group.trained:
+        param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
+        if group.shares_memory:
+            param.unsharded_param.shard = param.sharded_param
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
