@@ -7,7 +7,6 @@ docs/developers/architecture.md explains the order.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -51,13 +50,17 @@ def choose_arithmetic(
     *,
     keeps_rotated: bool = False,
 ) -> Arithmetic:
-    """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
-    kind = Arithmetic
+    """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None.
+
+    Without quantization, Triton kernels compute in BF16 on a GPU, and torch computes elsewhere.
+    `Arithmetic` describes `keeps_rotated`.
+    """
+    arithmetic_class = Arithmetic
     if active.engine != "torch":
-        kind = TransformerEngineArithmetic
+        arithmetic_class = TransformerEngineArithmetic
     elif _is_faster(device_type, context.compute_dtype):
-        kind = KernelArithmetic
-    return kind(context, keeps_rotated=keeps_rotated)
+        arithmetic_class = KernelArithmetic
+    return arithmetic_class(context, keeps_rotated=keeps_rotated)
 
 
 def not_fused_because(
@@ -222,8 +225,8 @@ def wrappers_of(
     compiles = compile_layers and not replaces_norms
     for unit in _units(packed.hf.base_model):
         # Models whose layers are all fused have embeddings, layers, and a final norm.
-        other_units = nn.Embedding | nn.LayerNorm | GradientCheckpointingLayer
-        if replaces_norms and not isinstance(unit, other_units):
+        not_rms_norms = nn.Embedding | nn.LayerNorm | GradientCheckpointingLayer
+        if replaces_norms and not isinstance(unit, not_rms_norms):
             wrappers[unit].append(partial(replaced, function=_rms_norm))
         wrappers[unit] += _wrappers_of_unit(unit, cast_to, compiles=compiles)
         if isinstance(unit.forward, HalfFusedLayer):
@@ -325,16 +328,18 @@ def recomputed_in_backward(
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        count = itertools.count()
+        is_recomputation = False
 
         def compute(*args: Any) -> Any:
+            nonlocal is_recomputation
             try:
                 return forward(*args, **kwargs)
             finally:
-                # The count is 0 in the forward of the model. Every later call recomputes the layer
-                # in backward.
-                if next(count):
+                # torch ends a recomputation by an exception as soon as it has all saved tensors.
+                if is_recomputation:
                     forget_logits(layer)
+                # Each later call recomputes the layer in backward.
+                is_recomputation = True
 
         return context.checkpoint(compute, *args)
 
