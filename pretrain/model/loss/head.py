@@ -122,13 +122,13 @@ class LossHead(nn.Linear):
             hidden: Hidden states [..., hidden].
             labels: Target of each token, int64 [...], or None.
         """
+        # The Gemm of the current precision, or None if the head is not quantized now.
+        low = self.state.low
         if labels is None:
-            if self.state.low is None:
+            if low is None:
                 return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
             logits = self.state(hidden.flatten(0, -2), self.weight, self.bias)
             return logits.unflatten(0, hidden.shape[:-1])
-        # The Gemm of the current precision, or None if the head is not quantized now.
-        low = self.state.low
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
         # `cce` supports neither a bias nor a penalty. The constructor refuses a bias, and the
@@ -141,11 +141,11 @@ class LossHead(nn.Linear):
             trained, parts = self.sum_losses(self._evaluate(hidden, labels, low))
         if self.penalty is None:
             return trained
-        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties. `_parts`
-        # accumulates both over forward passes, until `take_parts` resets it. The tensor is not
-        # replaced, because CUDA graphs write to it.
+        # `_parts` accumulates the sums of cross-entropies and penalties over forward passes, until
+        # `take_parts` resets it. The tensor is not replaced, because CUDA graphs write to it.
         self._parts = parts.clone() if self._parts is None else self._parts.add_(parts)
-        return trained if self.training else parts[0]
+        cross_entropy = parts[0]
+        return trained if self.training else cross_entropy
 
     def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> Tensor:
         """Return the losses as `sum_losses` expects them, without computing gradients.
@@ -444,6 +444,7 @@ class Penalty:
         ):
             # `scores` is `some_logits` if the logits are FP32 and are not changed.
             scores = change(some_logits.float())
+            # `_overwrite` overwrites the scores, from which the slopes are computed.
             slopes = change.slopes(scores)
             some_losses.copy_(self._overwrite(scores, some_labels))
             if change != UNCHANGED:

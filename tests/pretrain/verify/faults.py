@@ -369,7 +369,7 @@ the penalty's gradient is lost
 + Penalty().gradient_(logits, labels, change)
 + return losses
 the held-out loss includes the penalty
-- return trained if self.training else parts[0]
+- return trained if self.training else cross_entropy
 + return trained
 the loss of earlier steps is added to the loss that is logged
 - self._parts.zero_()
