@@ -251,8 +251,11 @@ class ExactAdamW(torch.optim.Optimizer):
         else:
             update_all = prepare_updates(updates, clip_coefficient)
 
+        count = sum(tensors.weight.numel() for tensors, _ in updates)
+
         def update() -> None:
-            self.frozen_counts = with_count(update_all(), updates)
+            lost = update_all()
+            self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
             for step in steps:
                 step.add_(1)
 
@@ -327,12 +330,6 @@ class ParameterTensors(NamedTuple):
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
-
-
-def with_count(lost: Tensor, updates: Sequence[Update]) -> Tensor:
-    """Return `ExactAdamW.frozen_counts`: the scalar `lost`, and the number of all updates."""
-    count = sum(tensors.weight.numel() for tensors, _ in updates)
-    return torch.stack([lost, torch.full_like(lost, count)])
 
 
 def prepare_updates(

@@ -91,14 +91,19 @@ class MatrixWeight:
     stacked: int = 1
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Return the matrices of tensors like the parameter, [matrices, outputs, inputs].
+        """Return the matrices of one or more tensors, [matrices, outputs, inputs].
 
-        tensor: [*shape] or [tensors, *shape]. The matrices of a contiguous [*shape] are a view.
+        tensor: [*shape] or [tensors, *shape], where `shape` is the shape of the parameter. The
+            matrices of a contiguous [*shape] are a view.
         """
-        return tensor.movedim(self.inputs_dim, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
+        rows = tensor.movedim(self.inputs_dim, -1)  # [..., outputs of all matrices, inputs]
+        return rows.unflatten(-2, (self.stacked, -1)).flatten(0, -3)
 
     def join(self, matrices: Tensor) -> Tensor:
-        """Return the tensors whose matrices are `matrices`, [tensors, *shape], as a view."""
+        """Return the tensors [tensors, *shape] with these matrices, as a view. Inverse of `split`.
+
+        matrices: [matrices, outputs, inputs].
+        """
         experts = self.parameter.shape[:-2]
         rows = matrices.unflatten(0, (-1, *experts, self.stacked)).flatten(-3, -2)
         return rows.movedim(-1, self.inputs_dim)
@@ -128,13 +133,15 @@ def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
             stacked = count_stacked(name, sizes[module_name])
         if weight.inputs_dim == -2:
             # GPT-2 stacks queries, keys and values.
-            known_stacks = {1, 3}
+            supported = {1, 3}
         elif hasattr(hf.get_submodule(module_name), "layer_idx"):
-            # Other attention layers stack queries, keys and values by heads.
-            known_stacks = {1}
+            # If other attention layers stack queries, keys and values, they do so for each head.
+            # The rows of a matrix are then not consecutive.
+            supported = {1}
         else:
-            known_stacks = {1, 2}
-        if weight.inputs_dim == UNKNOWN or stacked not in known_stacks:
+            # An MLP and experts may stack gate and up.
+            supported = {1, 2}
+        if weight.inputs_dim == UNKNOWN or stacked not in supported:
             raise InputError(
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"

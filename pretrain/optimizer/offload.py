@@ -107,19 +107,21 @@ def update_in_pieces(
             if name in names and tensor is not None
         }
         # Not all names have a tensor, so the last parts of the slot may be unused.
-        copies = [
-            memory[: tensor.nbytes].view(tensor.dtype)
-            for memory, tensor in zip(slots[slot], on_host.values(), strict=False)
-        ]
+        copies = {
+            name: part[: tensor.nbytes].view(tensor.dtype)
+            for part, (name, tensor) in zip(slots[slot], on_host.items(), strict=False)
+        }
+        host_tensors = list(on_host.values())
+        device_tensors = list(copies.values())
         # Copy to the device, update, and copy back, each on its own stream.
         incoming.wait_event(emptied[slot])
         with backend.stream(incoming):
-            torch._foreach_copy_(copies, list(on_host.values()), non_blocking=True)
+            torch._foreach_copy_(device_tensors, host_tensors, non_blocking=True)
         computing.wait_stream(incoming)
-        lost.append(update((tensors._replace(**dict(zip(on_host, copies, strict=True))), hyper)))
+        lost.append(update((tensors._replace(**copies), hyper)))
         outgoing.wait_stream(computing)
         with backend.stream(outgoing):
-            torch._foreach_copy_(list(on_host.values()), copies, non_blocking=True)
+            torch._foreach_copy_(host_tensors, device_tensors, non_blocking=True)
         emptied[slot] = outgoing.record_event()
     backend.synchronize(device)
     return torch.stack(lost).sum()
