@@ -143,11 +143,10 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. With one process, leave both to its exit.
+    """Free the model, then end the process group. The exit of a single process does both.
 
     All ranks must call this function. The model is freed first, because under FSDP2 the process is
-    aborted if the process group ends while the model still exists. A single process skips both,
-    because its exit frees everything.
+    aborted if the process group ends while the model still exists.
     """
     if accelerator.num_processes == 1:
         return
@@ -260,10 +259,7 @@ def from_all_ranks(item: T) -> list[T]:
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """Return the largest `value` of all ranks, so that all ranks can leave a loop together.
-
-    All ranks must call this function.
-    """
+    """Return the largest `value` of all ranks. All ranks must call this function."""
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())

@@ -66,7 +66,7 @@ class PackedLanguageModel(nn.Module):
         self.rank_sums: RankSums | None = None
         self.sharding: Sharding | None = None
         self.routing = Routing(hf)
-        self.routing.in_fp32()
+        self.routing.compute_logits_in_fp32()
         separate_documents(hf)
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
@@ -81,7 +81,11 @@ class PackedLanguageModel(nn.Module):
 
     @property
     def gemms(self) -> list[Gemm]:
-        """The Gemms of the model that may cache weights, of all engines."""
+        """The Gemms of the model that may cache weights.
+
+        Gemms of engines cache quantized weights. The `plain` Gemms of fused layers, which compute
+        if nothing is quantized, cache weights that are cast to the compute dtype.
+        """
         engines = self.context.engines.values()
         quantized = [gemm for engine in engines for gemm in engine.gemms.values()]
         products = self.fused.products if self.fused else []
@@ -266,12 +270,12 @@ def forward_backward(
     return accelerator.reduce(total, reduction="sum") / tokens
 
 
-def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
-    """Return the values of `figures` on the first rank, as floats.
+def same_on_all_ranks(accelerator: Accelerator, *scalars: Tensor) -> list[float]:
+    """Return the values of `scalars` on the first rank, as floats.
 
     All ranks get the same values and therefore take the same decisions. The host waits for the
     device. All ranks must call this function.
     """
-    stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
+    stacked = torch.stack([scalar.to(accelerator.device) for scalar in scalars])
     take_from_first_rank(accelerator, [stacked])
     return stacked.tolist()

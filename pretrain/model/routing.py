@@ -9,10 +9,10 @@ the step minimizes a weighted mean of the router losses of its microbatches. The
 microbatch is its number of tokens with a label.
 
 A hook stores the logits on each router until the forward of the model has ended, because torch
-cannot compile the function by which transformers returns logits. If experts are grouped, logits are
-computed in FP32 (`in_fp32`). Most architectures of transformers round them to BF16. A token chooses
-the experts with the largest logits, and if two logits are almost equal, rounding could change the
-choice.
+cannot compile transformers' own code that returns them. If experts are grouped, logits are computed
+in FP32 (`Routing.compute_logits_in_fp32`). Most architectures of transformers round them to BF16. A
+token chooses the experts with the largest logits, and if two logits are almost equal, rounding
+could change the choice.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Routing:
             "starved_experts": (self.loads < STARVED).float().mean(),
         }
 
-    def in_fp32(self) -> None:
+    def compute_logits_in_fp32(self) -> None:
         """Compute the logits of routers in FP32, if their experts are grouped or have biases.
 
         Values that a router computes from its logits, such as the weights of experts, are then FP32

@@ -112,10 +112,10 @@ def scores_obstacle(name: str, case: Any) -> str | None:
 
 
 def without_kernel(changed: str, reason: str | None) -> str | None:
-    """Return the error message for a GPU without kernels for changed scores.
+    """Return the error message for a GPU without kernels for changed scores, or None.
 
     changed: the change of the scores in words.
-    reason: the reason why flash_attn cannot run. If it is None, the function returns None.
+    reason: the reason why flash_attn cannot run. None if flash_attn can compute the scores.
     """
     if reason is None:
         return None

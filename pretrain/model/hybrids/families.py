@@ -9,7 +9,7 @@ and convolutions. The new functions begin each document with an empty state:
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
                   cu_seqlens=..., max_seqlen=..., documents=...)
 
-The arguments are those of packed attention (`pretrain.model.attention`).
+The arguments are the same as in packed attention (`pretrain.model.attention`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _separating(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         cu_seq_lens_q: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        # transformers renames the argument for some of the functions.
+        # transformers passes `cu_seq_lens_q` to some of the functions under the name `cu_seqlens`.
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None:
             return plain(*args, **options)

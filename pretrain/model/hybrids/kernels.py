@@ -84,32 +84,32 @@ def unavailable_because(names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _drawn(*shape: int) -> Tensor:
+def _random(*shape: int) -> Tensor:
     """Return random BF16 values [1, *shape] on the GPU, with gradients."""
     return torch.rand(1, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def _cu_seqlens() -> Tensor:
-    """Return boundaries of two documents in 128 tokens. The last entry is unused."""
+def _two_documents() -> Tensor:
+    """Return `cu_seqlens` of two documents in 128 tokens. The last entry is unused."""
     return torch.tensor([0, 40, 128, 128], dtype=torch.int32, device="cuda")
 
 
 def _try_convolution() -> Tensor:
     weight = torch.ones(64, 4, device="cuda", dtype=torch.bfloat16)
-    return convolution(_cu_seqlens(), _drawn(64, 128), weight, None, "silu")
+    return convolution(_two_documents(), _random(64, 128), weight, None, "silu")
 
 
 def _try_gated_delta_rule() -> Tensor:
-    query, key, value = (_drawn(128, 2, 64) for _ in range(3))
+    query, key, value = (_random(128, 2, 64) for _ in range(3))
     return gated_delta_rule(
-        _cu_seqlens(), query, key, value, -_drawn(128, 2).float(), _drawn(128, 2)
+        _two_documents(), query, key, value, -_random(128, 2).float(), _random(128, 2)
     )
 
 
 def _try_scan() -> Tensor:
     decay = -torch.ones(2, device="cuda")
-    keys, queries = (_drawn(128, 1, 64) for _ in range(2))
-    return scan(_cu_seqlens(), _drawn(128, 2, 64), _drawn(128, 2), decay, keys, queries, decay)
+    keys, queries = (_random(128, 1, 64) for _ in range(2))
+    return scan(_two_documents(), _random(128, 2, 64), _random(128, 2), decay, keys, queries, decay)
 
 
 # Map the names of transformers' functions to functions that run their kernels on small inputs.

@@ -16,7 +16,8 @@ CHUNK = 64
 def convolutions(model: PreTrainedModel) -> dict[str, Any]:
     """Return the weights of the convolutions by module name, [channels, 1, width].
 
-    Each channel is convolved separately, so each weight has one multiply-add per token.
+    Each channel is convolved separately, so each weight has one multiply-add per token. The dict is
+    empty for models that are not hybrid.
     """
     if not mixing_functions(model):
         return {}
