@@ -45,7 +45,7 @@ def fused_head(
     """Context manager that yields the function `chunk_loss` for one forward of the head.
 
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
-    chunk and writes the gradients. `head._chunk_loss_of` describes its arguments. `weight`
+    chunk and writes the gradients. `head._chunk_loss` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
     probes of `context` observe each operand and each result. The loss is that of the logits after
     `change`.

@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,10 +279,7 @@ def _chunk_loss_of(
     """Return a context manager for the chunks of one training forward.
 
     It yields a function `chunk_loss(hidden, labels, d_hidden, d_weight, d_bias, *, first)`, which
-    returns the losses of a chunk and writes its gradients. `first` is True for the first chunk. The
-    weight gradient of the first chunk overwrites the uninitialized buffer, and the weight gradients
-    of all other chunks are added to the buffer.
-
+    returns the losses of a chunk and writes its gradients. `_chunk_loss` describes the arguments.
     The fused head in FP8 finishes its pass when the context is left. All other heads have nothing
     to finish.
 
@@ -297,43 +295,52 @@ def _chunk_loss_of(
 
         return fused_head(low, head.weight, context, head.change)
     weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
+    return nullcontext(partial(_chunk_loss, head, low, weight, bias))
 
-    def chunk_loss(
-        hidden: Tensor,
-        labels: Tensor,
-        d_hidden: Tensor,
-        d_weight: Tensor,
-        d_bias: Tensor | None,
-        *,
-        first: bool,
-    ) -> Tensor:
-        """Return the losses of a chunk, FP32 [n] or [2, n], and write its gradients.
 
-        Args:
-            hidden: Hidden states of the chunk [n, hidden].
-            labels: Labels of the chunk, int64 [n].
-            d_hidden: Buffer for the gradient of `hidden`, in the dtype of `hidden`.
-            d_weight: FP32 sum of the weight's gradient over chunks [vocabulary, hidden].
-            d_bias: FP32 sum of the bias' gradient over chunks, or None without a bias.
-            first: True to overwrite the buffer of the weight's gradient instead of adding to it.
-        """
-        if low:
-            linear_pass = SingleWeightPass(low, context, differentiable=True, first=first)
-            logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
-        else:
-            logits = linear(hidden, weight, bias)
-        losses = token_losses(logits, labels, head.penalty, head.change, with_gradient=True)
-        # The tensor `logits` now contains the gradient of the logits.
-        if low:
-            d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
-        else:
-            torch.mm(logits, weight, out=d_hidden)
-            add_product_(d_weight, logits.t(), hidden, overwrite=first)
-        if d_bias is not None:
-            d_bias += logits.sum(dim=0, dtype=torch.float32)
-        return losses
+def _chunk_loss(
+    head: LossHead,
+    low: Gemm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    labels: Tensor,
+    d_hidden: Tensor,
+    d_weight: Tensor,
+    d_bias: Tensor | None,
+    *,
+    first: bool,
+) -> Tensor:
+    """Return the losses of a chunk, FP32 [n] or [2, n], and write its gradients.
 
-    return nullcontext(chunk_loss)
+    Args:
+        head: The head whose loss is computed.
+        low: Gemm of the head, or None if the head is not quantized.
+        weight: Weight [vocabulary, hidden] in the dtype of the products.
+        bias: Bias [vocabulary] in the dtype of the products, or None.
+        hidden: Hidden states of the chunk [n, hidden].
+        labels: Labels of the chunk, int64 [n].
+        d_hidden: Buffer for the gradient of `hidden`, in the dtype of `hidden`.
+        d_weight: FP32 sum of the weight's gradient over chunks [vocabulary, hidden].
+        d_bias: FP32 sum of the bias' gradient over chunks, or None without a bias.
+        first: True to overwrite the buffer of the weight's gradient instead of adding to it.
+    """
+    if low:
+        context = head.state.context
+        linear_pass = SingleWeightPass(low, context, differentiable=True, first=first)
+        logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
+    else:
+        logits = linear(hidden, weight, bias)
+    losses = token_losses(logits, labels, head.penalty, head.change, with_gradient=True)
+    # The tensor `logits` now contains the gradient of the logits.
+    if low:
+        d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
+    else:
+        torch.mm(logits, weight, out=d_hidden)
+        add_product_(d_weight, logits.t(), hidden, overwrite=first)
+    if d_bias is not None:
+        d_bias += logits.sum(dim=0, dtype=torch.float32)
+    return losses
 
 
 def token_losses(
