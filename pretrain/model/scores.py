@@ -202,6 +202,8 @@ def _options(ends: Tensor, longest: int, scale: float, cap: float, window: int) 
         "causal": True,
         "softcap": cap,
         "window_size_left": window - 1 if window else None,
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest),
+        "cu_seqlens_q": ends,
+        "cu_seqlens_k": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
     }

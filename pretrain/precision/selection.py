@@ -79,9 +79,9 @@ def select_precision(
             "numbers slowly in software, or set `fp8_config.on_unsupported: fallback`, or "
             f"`precision: {stand_in.name}`, to train in {stand_in.name}"
         )
-    if stand_in.quantized:
-        return ActivePrecision(precision, stand_in, "transformer_engine", reason)
-    return ActivePrecision(precision, stand_in, "torch", reason)
+    return ActivePrecision(
+        precision, stand_in, "transformer_engine" if stand_in.quantized else "torch", reason
+    )
 
 
 def make_engines(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, GemmEngine]:
