@@ -109,15 +109,16 @@ def fuse(
             layer to its decision. Empty if nothing is quantized.
         arithmetic: Arithmetic that the fused layers use.
     """
-    low_precision = [quantized_names(by_name) for by_name in decisions.values()]
+    quantized = [quantized_names(by_name) for by_name in decisions.values()]
+    # Map the name of each fused layer to its new forward.
     fused = {}
     # Map the name of each layer that is not fused completely to the reason.
     reasons = {}
     for name, layer in layers.items():
-        reason = assess_layer(name, layer, low_precision)
+        reason = assess_layer(name, layer, quantized)
         if reason is None:
             fused[name] = FusedLayer(layer, name, arithmetic)
-        elif can_fuse_mlp(name, layer, low_precision):
+        elif can_fuse_mlp(name, layer, quantized):
             fused[name] = HalfFusedLayer(layer, name, arithmetic)
             reasons[name] = f"only the MLP of {type(layer).__name__} has a fused implementation"
         else:
@@ -242,7 +243,10 @@ def wrappers_of(
 def _wrappers_of_unit(
     unit: nn.Module, cast_to: torch.dtype | None, *, compiles: bool
 ) -> list[Wrapper]:
-    """Return the wrappers that cast the parameters of a unit, and that compile the unit."""
+    """Return the wrappers that cast the parameters of a unit, and that compile the unit.
+
+    If the casts come first in the list, they are compiled together with the unit.
+    """
     casting: Callable[..., Forward] = casting_parameters
     if isinstance(unit, nn.Embedding):
         casting = casting_output
@@ -253,17 +257,11 @@ def _wrappers_of_unit(
     # that torch.compile cannot compile.
     if not compiles or casting is not casting_parameters:
         return casts
-    # A compiled graph ends before each low-precision product, before experts, and before the
-    # functions that mix tokens in a hybrid model. The next graph begins after them. The casts of a
-    # unit with such a break are not compiled, because a graph cannot end inside of the context
-    # manager that replaces the parameters by working copies. A layer with such functions has a
-    # convolution, and experts have the attribute `choice_log`.
-    breaking = LowPrecisionLinear | nn.Conv1d
-    has_breaks = any(
-        isinstance(module, breaking) or hasattr(module, "choice_log") for module in unit.modules()
-    )
-    # The casts of a norm outside of the decoder layers are not compiled either, because the
-    # compiled graph would skip the rounding of the norm's weight.
+    # The casts of a unit with graph breaks are not compiled, because a graph cannot end inside of
+    # the context manager that replaces the parameters by working copies. The casts of a norm
+    # outside of the decoder layers are not compiled either, because the compiled graph would skip
+    # the rounding of the norm's weight.
+    has_breaks = _has_graph_breaks(unit)
     outside_layers = not isinstance(unit, GradientCheckpointingLayer)
     if has_breaks or outside_layers:
         # A dynamic graph of a norm works for any number of tokens. But the number of tokens of the
@@ -277,6 +275,19 @@ def _wrappers_of_unit(
     # which is not compiled.
     fullgraph = torch.accelerator.is_available()
     return [*casts, partial(compiled, dynamic=False, fullgraph=fullgraph)]
+
+
+def _has_graph_breaks(unit: nn.Module) -> bool:
+    """Return True if torch.compile cannot compile the forward of `unit` to a single graph.
+
+    A graph ends before each low-precision product, before experts, and before the functions that
+    mix tokens in a hybrid model. The next graph begins after them. A layer with such functions has
+    a convolution, and experts have the attribute `choice_log`.
+    """
+    breaking = LowPrecisionLinear | nn.Conv1d
+    return any(
+        isinstance(module, breaking) or hasattr(module, "choice_log") for module in unit.modules()
+    )
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
