@@ -246,8 +246,7 @@ class ExactAdamW(torch.optim.Optimizer):
             def update_piece(piece: Update) -> Tensor:
                 return prepare_updates([piece], clip_coefficient)()
 
-            pieces = _cut(updates, PIECE)
-            update_all = partial(update_in_pieces, pieces, self.offload, update_piece)
+            update_all = partial(update_in_pieces, _cut(updates, PIECE), self.offload, update_piece)
         else:
             update_all = prepare_updates(updates, clip_coefficient)
 

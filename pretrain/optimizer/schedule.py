@@ -90,11 +90,10 @@ def fit_to_command_line(
 ) -> tuple[Recipe, list[str]]:
     """Shorten a schedule that is longer than the run, if `overrides` set the length of the run.
 
-    Return the recipe and a list of notices. `recipe` contains the values of `overrides` already.
-    The list has one entry if the schedule was shortened. Otherwise the list is empty. If
-    `overrides` do not set the length, the recipe is returned unchanged, and `check` rejects a
-    schedule that is too long.
+    Return the recipe, and a list with a notice if the schedule was shortened. Otherwise the recipe
+    is unchanged and the list is empty. `check` then rejects a schedule that is too long.
 
+    recipe: recipe that contains the values of `overrides` already.
     steps: number of steps of the run.
     """
     given = {key for key, _ in parse_overrides(overrides)}

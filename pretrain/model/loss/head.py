@@ -326,8 +326,7 @@ def _chunk_loss(
         first: True to overwrite the buffer of the weight's gradient instead of adding to it.
     """
     if low:
-        context = head.state.context
-        linear_pass = SingleWeightPass(low, context, differentiable=True, first=first)
+        linear_pass = SingleWeightPass(low, head.state.context, differentiable=True, first=first)
         logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
     else:
         logits = linear(hidden, weight, bias)
