@@ -239,15 +239,17 @@ def quantize_nvfp4(
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     block_amax = split.abs().amax(dim=blocks.within, keepdim=True).float()
+    # Values are multiplied by factors before they are rounded. Scales are reciprocals of factors.
     maximum = E2M1.maximum * E4M3.maximum
-    tensor_encode = scale_from_amax(amax, maximum)
-    exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
+    tensor_factor = scale_from_amax(amax, maximum)
+    # The factor of the tensor makes the largest of these scales the maximum of E4M3.
+    exact_scale = (block_amax * (tensor_factor * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
     # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
     # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
-    # Clamp an infinite scale to the largest FP32 number, because zero times infinity would be NaN.
-    encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
-    scaled = split.float() * encode_scale
+    # Clamp an infinite factor to the largest FP32 number, because zero times infinity would be NaN.
+    factor = decode_scale(block_scale * decode_scale(tensor_factor)).clamp(max=FP32_MAX)
+    scaled = split.float() * factor
     # Replace -0.0 by 0.0. Small values that are rounded to zero later keep their sign.
     scaled = torch.where(scaled == 0, 0.0, scaled)
     tensor_scale = (amax.double() / maximum).float()
