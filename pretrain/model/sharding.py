@@ -383,6 +383,7 @@ class Sharding:
         If the group has not accumulated anything since its last reduction, clear its main gradients
         or mark them to be overwritten, and pass them to FSDP2 again.
         """
+        # FSDP2 returns reduced gradients in this dtype.
         group.fsdp._orig_dtype = self.reduced_dtype
         # Do not clear sums that FSDP2 has not reduced yet. An earlier microbatch, or another module
         # of the group, has added to them.

@@ -531,7 +531,8 @@ class LowPrecisionLinear(nn.Module):
         weight = self.weight
         if self.transposed:
             weight = with_main_grad_of(weight, weight.t(), transposed=True)
-        # Parity without quantization continues below, because it checks the code of the products.
+        # A layer that is not quantized now is computed by torch. The parity check without
+        # quantization is an exception, because it checks the code of `LinearState`.
         if self.state.low is None and self.state.context.quantizing:
             with watched(self.state.members, "forward"):
                 return F.linear(x, *in_dtype(x.dtype, weight, self.bias))

@@ -68,7 +68,8 @@ def select_precision(
     reason = f"`precision: {requested.name}` {obstacle}"
     if fp8_config.on_unsupported == "emulate":
         return ActivePrecision(precision, requested, "emulation", reason)
-    # The options of the recipe were chosen for the requested precision. The stand-in has defaults.
+    # The error message names the stand-in too. The options of the recipe were chosen for the
+    # requested precision, so the stand-in has default options.
     options = fp8_config.without_options()
     stand_in = configured(delayed.PRECISION.name, options)
     if unsupported_because(cast(QuantizedPrecision, stand_in)):
