@@ -60,7 +60,7 @@ from pretrain.run import (
 )
 from pretrain.run.assembly import assemble
 from pretrain.run.checkpointing import RollbackPoint
-from pretrain.run.data import open_data, open_prepared
+from pretrain.run.data import require_prepared
 from pretrain.run.evaluate_command import served_job, served_loss
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
@@ -107,16 +107,18 @@ def launch(arguments: argparse.Namespace) -> int:
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
     address = config.run_address_of(recipe)
-    # The run folder is checked first, because preparing the packs may take hours.
-    if not arguments.plan:
+    if arguments.plan:
+        # A plan is printed at once, so it does not prepare packs, which may take hours.
+        require_prepared(recipe.data, arguments.recipe)
+    else:
+        # Check the run folder before packs are prepared.
         distributed.raise_on_all_ranks(
             lambda: check_free(run_dir, address) if is_main_process else None
         )
-    opener = partial(open_prepared, arguments.recipe) if arguments.plan else open_data
-    job = prepare_job(recipe, accelerator, arguments.overrides, opener)
+    job = prepare_job(recipe, accelerator, arguments.overrides)
     check_step(job.recipe, job.plan.packs)
-    # The job of an evaluation after the training is checked now too.
-    evaluation = served_job(job, accelerator) if job.recipe.evaluate.served else None
+    # Check now whether the trained model can be evaluated as it will be served.
+    served = served_job(job, accelerator) if job.recipe.evaluate.served else None
     console = open_console(job, accelerator, notices)
     for active in job.plan.precisions:
         if active.notice:
@@ -130,9 +132,9 @@ def launch(arguments: argparse.Namespace) -> int:
         startup.explaining_errors(),
     ):
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-        # A run that has trained its last step, but is not finished, lacks its served loss.
-        if evaluation and not (stopped_by or read_finished(run_dir)):
-            add_served_loss(evaluation, accelerator, folder, console)
+        # An earlier process of this run may have added the served loss. Then the run is finished.
+        if served and not stopped_by and not read_finished(run_dir):
+            add_served_loss(served, accelerator, folder, console)
         # Call this after `carry_out` has returned. Only then can the model be freed, which must
         # happen before the process group ends. Then only the first rank waits for object storage.
         distributed.end_processes(accelerator)
@@ -153,18 +155,18 @@ def carry_out(
     the signal that stopped the run, or 0.
     """
     require_shared(folder.path)
-    job, checkpoints, source = resume_point.where_to_resume(
+    job, checkpoints, point = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
     distributed.raise_on_all_ranks(folder.claim)
-    resumed_step = source.step if source else 0
+    resumed_step = point.step if point else 0
     if resumed_step >= job.plan.steps and report_if_finished(job, folder, console):
         return 0
     profile = None
     if arguments.profile:
         profile = StepProfile(folder.path, accelerator, resumed_step, job.plan.steps, console)
     # With `data.streaming` a separate process makes packs while the run trains.
-    streaming.start_stream(job, source, folder, accelerator)
+    streaming.start_stream(job, point, folder, accelerator)
     build_from = partial(
         build,
         checkpoints=checkpoints,
@@ -174,7 +176,7 @@ def carry_out(
         profile=profile,
     )
     with closing(checkpoints):
-        run = build_from(job, source)
+        run = build_from(job, point)
         if run.is_new and job.recipe.model.weights_source is not None:
             # Compute the held-out loss before the first step.
             evaluate.evaluate_once(run)
@@ -182,7 +184,8 @@ def carry_out(
             # run has not trained it.
             run.best = None
         with StopRequest(announced=accelerator.is_local_main_process) as stop:
-            while isinstance(outcome := train(run, stop), RollbackPoint):
+            outcome = train(run, stop)
+            while isinstance(outcome, RollbackPoint):
                 job = run.job  # `build` may have chosen the microbatch
                 run.close()
                 # Free the model before it is built again. Under FSDP2, Accelerate refers to it, and
@@ -192,6 +195,7 @@ def carry_out(
                 gc.collect()
                 run = build_from(job, outcome)
                 run.trackers.log(outcome.event)
+                outcome = train(run, stop)
         stopped_by = outcome
         if not stopped_by:
             finish(run)
@@ -204,7 +208,7 @@ def carry_out(
 
 def build(
     job: Job,
-    source: ResumePoint | None,
+    point: ResumePoint | None,
     checkpoints: Checkpoints,
     accelerator: Accelerator,
     folder: RunFolder,
@@ -213,7 +217,7 @@ def build(
 ) -> Run:
     """Return the run, ready for its next step.
 
-    source: the checkpoint that the run continues from, or None.
+    point: the checkpoint that the run continues from, or None.
     checkpoints: the checkpoints of the run folder.
     profile: the observer that records one step, or None.
 
@@ -221,19 +225,19 @@ def build(
     plain transformers (`parity`).
     """
     assembly = assemble(job, accelerator, console)
-    checkpointing.check_disk_space(job, assembly, source)
+    checkpointing.check_disk_space(job, assembly, point)
     health = Health(job.recipe.health)
     notes: list[str] = []
-    if source:
+    if point:
         with console.progress("reading the checkpoint"):
-            state, notes = checkpointing.restore(source, checkpoints, job, assembly, health)
+            state, notes = checkpointing.restore(point, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
     # The microbatch is None if the recipe has `batch.microbatch: auto`.
     if job.plan.microbatch is None:
         with console.progress("finding the microbatch"):
             microbatch = startup.choose_microbatch(
-                job, assembly, source.record if source else None, accelerator
+                job, assembly, point.record if point else None, accelerator
             )
         job = job.with_settings("batch", microbatch=microbatch)
 
@@ -243,16 +247,16 @@ def build(
         accelerator=accelerator,
         folder=folder,
         checkpoints=checkpoints,
-        past=source.past if source else NO_PAST,
+        past=point.past if point else NO_PAST,
         state=state,
-        is_new=source is None or source.is_branch,
+        is_new=point is None or point.is_branch,
         resumed_step=state.step,
         health=health,
         recorder=recorder_of(job, accelerator),
         trackers=Trackers(job.recipe.log, folder.path, state.step),
         console=console,
     )
-    if source:
+    if point:
         # Before checkpoints are renamed, so that no later start restores one of them.
         distributed.raise_on_all_ranks(
             lambda: folder.stored.go_back(state.step) if folder.stored else None
@@ -260,8 +264,8 @@ def build(
         checkpoints.set_aside_newer(state.step)
     run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
-    if source:
-        checkpointing.resume_precision(run, source)
+    if point:
+        checkpointing.resume_precision(run, point)
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
     if job.recipe.parity and run.is_new:

@@ -57,7 +57,7 @@ def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Te
     return assembly.tensors, assembly.optimizer_tensors | assembly.context.saved_state()
 
 
-def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -> None:
+def check_disk_space(job: Job, assembly: Assembly, point: ResumePoint | None) -> None:
     """Raise InputError if the disk has too little free space for the checkpoints of the run.
 
     A new run and a branch need space for all checkpoints that are stored at the same time. A run
@@ -65,8 +65,8 @@ def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -
     more.
     """
     new_checkpoints = job.plan.checkpoints_at_once
-    if source is not None and source.in_run_folder:
-        new_checkpoints = int(source.step < job.plan.steps)
+    if point is not None and point.in_run_folder:
+        new_checkpoints = int(point.step < job.plan.steps)
     model_tensors, optimizer_tensors = tensors_to_save(assembly)
     check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors | optimizer_tensors))
 
@@ -204,24 +204,24 @@ def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
 
 
 def restore(
-    source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
+    point: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Load the checkpoint `source` into the model, the optimizer and `health`.
+    """Load the checkpoint `point` into the model, the optimizer and `health`.
 
     Returns the counters of the run, and notes for the user. All ranks must call this function. The
     caller must call `Checkpoints.set_aside_newer` afterwards.
     """
-    state = source.state(job)
+    state = point.state(job)
     # Drop the quantized copies of the initial weights, which the audit has made.
     assembly.context.reset_engines()
-    notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
+    notes = load_weights(point, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
-    health.state = source.health
-    return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
+    health.state = point.health
+    return state, [f"resumed from {point.path} at step {state.step}", *point.notes, *notes]
 
 
 def load_weights(
-    source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly
+    point: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly
 ) -> list[str]:
     """Load weights, moments and histories, and return notes for the user.
 
@@ -231,33 +231,33 @@ def load_weights(
     Histories of delayed scaling are loaded only if the checkpoint has exactly the histories that
     the run has.
     """
-    saved: Weights = source.record["identity"]["weights"]
-    live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(source, assembly)
+    saved: Weights = point.record["identity"]["weights"]
+    live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(point, assembly)
     optional = (PREFIX, "remainder/")
     if saved == mode:
-        checkpoints.load(source.path, live, optional=optional)
+        checkpoints.load(point.path, live, optional=optional)
         return []
     weights = tuple(name for name, _ in assembly.hf.named_parameters())
     for name in weights:
         del live[name]
         live.pop(f"remainder/{name}", None)
-    checkpoints.load(source.path, live, optional=(*optional, *weights))
-    read = tensor_reader([source.path], assembly.hf, "bf16" if mode == "bf16" else "fp32")
+    checkpoints.load(point.path, live, optional=(*optional, *weights))
+    read = tensor_reader([point.path], assembly.hf, "bf16" if mode == "bf16" else "fp32")
     set_weights(assembly.hf, read, assembly.optimizer)
     effect = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "without loss"
     return [f"weights: converted from {saved} to {mode}; {effect}"]
 
 
-def require_restored(source: ResumePoint, run: Run) -> None:
+def require_restored(point: ResumePoint, run: Run) -> None:
     """Raise TrainingHalted if tensors of the run differ from the checkpoint.
 
     All ranks must call this function. The checksums of weights, moments, remainders and histories
     are compared. Tensors that were converted to another dtype are not compared.
     """
     assembly = run.assembly
-    saved = read_manifest(source.path).tensors
+    saved = read_manifest(point.path).tensors
     optimizer_tensors = named_state(assembly.optimizer, assembly.hf)
-    live = assembly.tensors | optimizer_tensors | loadable_histories(source, assembly)
+    live = assembly.tensors | optimizer_tensors | loadable_histories(point, assembly)
     same_dtype = [
         name for name in live.keys() & saved if saved[name].dtype == DTYPE_NAMES[live[name].dtype]
     ]
@@ -265,29 +265,29 @@ def require_restored(source: ResumePoint, run: Run) -> None:
     wrong = [name for name in present if saved[name].weighted_sum != present[name]]
     if wrong:
         raise TrainingHalted(
-            source.step,
-            f"{source.path}: after loading, {len(wrong)} tensors differ from the checkpoint: "
+            point.step,
+            f"{point.path}: after loading, {len(wrong)} tensors differ from the checkpoint: "
             f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
             "not in the recipe",
         )
 
 
-def loadable_histories(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
+def loadable_histories(point: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
     """Return the run's live histories and scales of delayed scaling by name.
 
-    The checkpoint `source` can be loaded into these tensors. Return {} unless the checkpoint has
+    The checkpoint `point` can be loaded into these tensors. Return {} unless the checkpoint has
     exactly the histories and scales that this run has.
     """
     live = assembly.context.saved_state()
     saved = {
         name: entry.shape
-        for name, entry in read_manifest(source.path).optimizer.items()
+        for name, entry in read_manifest(point.path).optimizer.items()
         if name.startswith(PREFIX)
     }
     return live if saved == {name: tuple(live[name].shape) for name in live} else {}
 
 
-def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
+def needs_new_histories(point: ResumePoint, assembly: Assembly, job: Job) -> bool:
     """Return whether the histories of the present precision must be filled again after loading.
 
     This is necessary if the saved histories belong to other products, or to gradients of another
@@ -298,16 +298,16 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     """
     if not assembly.context.state():
         return False
-    changed = changed_keys(source.record["identity"], job.identity)
+    changed = changed_keys(point.record["identity"], job.identity)
     return (
         any(key.startswith(KEYS_OF_GRADIENT_SCALES) for key in changed)
-        or source.record["precision"] != assembly.context.current.name
-        or not loadable_histories(source, assembly)
+        or point.record["precision"] != assembly.context.current.name
+        or not loadable_histories(point, assembly)
     )
 
 
-def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Set the model's precision for the continuation from the checkpoint `source`.
+def resume_precision(run: Run, point: ResumePoint) -> None:
+    """Set the model's precision for the continuation from the checkpoint `point`.
 
     All ranks must call this function. Usually this is the precision of the checkpoint. If the next
     step has another precision, `Run.follow_schedule` then changes the precision. In two cases the
@@ -317,14 +317,14 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
-    require_restored(source, run)
+    require_restored(point, run)
     schedule = run.assembly.schedule
     precisions = {active.name: active for active in schedule.precisions}
-    active = precisions.get(source.record["precision"])
-    if source.is_branch or active is None:
+    active = precisions.get(point.record["precision"])
+    if point.is_branch or active is None:
         active = schedule.at(run.state.step + 1)
     run.assembly.context.current = active
-    if needs_new_histories(source, run.assembly, run.job):
+    if needs_new_histories(point, run.assembly, run.job):
         run.assembly.start_precision(active, run.job, run.accelerator)
         run.console.notice(
             f"delayed scaling: the histories were filled again from {REHEARSALS} packs with the "

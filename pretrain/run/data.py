@@ -133,8 +133,8 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
 
-def open_prepared(recipe: Path, settings: DataSettings, *, is_main_process: bool) -> Data:
-    """Open the packs like `open_data`, but raise InputError if they are missing.
+def require_prepared(settings: DataSettings, recipe: Path) -> None:
+    """Raise InputError if `open_data` would have to prepare packs.
 
     recipe: the file of the recipe, for the message.
     """
@@ -144,7 +144,6 @@ def open_prepared(recipe: Path, settings: DataSettings, *, is_main_process: bool
             f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare "
             f"{recipe}`, or use `python -m pretrain plan {recipe}`, which needs no packs"
         )
-    return open_data(settings, is_main_process=is_main_process)
 
 
 def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:

@@ -189,14 +189,14 @@ def _evaluate(
     from a source.
     """
     console = open_console(job, accelerator, notices)
-    assembly, source = load_assembly(job, accelerator, checkpoint, console)
+    assembly, point = load_assembly(job, accelerator, checkpoint, console)
     weights = f"{job.recipe.model.weights_source}, untrained by this run"
-    if source is not None:
-        weights = str(source.path)
+    if point is not None:
+        weights = str(point.path)
     console.notice(f"{loss} of {weights}")
     print_in = partial(_print_loss, job, assembly, accelerator, console)
     context = assembly.context
-    for name in in_low_precisions(job, accelerator, assembly, source):
+    for name in in_low_precisions(job, accelerator, assembly, point):
         with overridden(context, evaluates_low=True):
             print_in(name)
     with overridden(context, evaluates_low=False):
@@ -217,8 +217,8 @@ def load_assembly(
             "`data.validation`"
         )
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
-    if source is None and job.recipe.model.weights_source is None:
+    point = find_checkpoint(checkpoints, checkpoint, branch_checkpoint(job.recipe))
+    if point is None and job.recipe.model.weights_source is None:
         raise InputError(
             f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
             "set `model.source`"
@@ -226,25 +226,25 @@ def load_assembly(
     if job.plan.emulated:
         console.warning("precisions that this device does not support are emulated")
     assembly = assemble(job, accelerator)
-    if source is not None:
-        for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
+    if point is not None:
+        for note in load_weights(point, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    return assembly, source
+    return assembly, point
 
 
 def in_low_precisions(
-    job: Job, accelerator: Accelerator, assembly: Assembly, source: ResumePoint | None
+    job: Job, accelerator: Accelerator, assembly: Assembly, point: ResumePoint | None
 ) -> Iterator[str]:
     """Set each quantized precision of the model, and yield its name. All ranks must do this.
 
-    Delayed scaling uses the histories in the checkpoint `source`. If the checkpoint has no
+    Delayed scaling uses the histories in the checkpoint `point`. If the checkpoint has no
     histories for the precision, they are filled again. They are restored after the yield.
     """
     for active in job.plan.precisions:
         if not active.precision.quantized:
             continue
         with assembly.context.using(active), assembly.context.preserving_state():
-            if source is not None and needs_new_histories(source, assembly, job):
+            if point is not None and needs_new_histories(point, assembly, job):
                 assembly.start_precision(active, job, accelerator)
             yield active.name
 
@@ -286,7 +286,7 @@ def served_job(job: Job, accelerator: Accelerator) -> Job:
             "run_dir": str(job.run_dir),
         }
     )
-    return prepare_job(recipe, accelerator, (), lambda *_, **__: job.data)
+    return prepare_job(recipe, accelerator, (), job.data)
 
 
 def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:

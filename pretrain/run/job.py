@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -164,13 +164,13 @@ def prepare_job(
     recipe: Recipe,
     accelerator: Accelerator,
     overrides: Sequence[str],
-    opener: Callable[..., Data] = open_data,
+    data: Data | None = None,
 ) -> Job:
     """Check the recipe and return its job on this machine. Fast checks run before slow ones.
 
     overrides: the key=value overrides on the command line. If they set the length of the training,
         the schedule is shortened to this length.
-    opener: function that opens the packs, `open_data` or `open_prepared`.
+    data: the packs of the recipe. If None, `open_data` opens them, and prepares missing packs.
 
     Raises InputError if the recipe, the model, the packs and the machine do not fit together.
     """
@@ -180,28 +180,15 @@ def prepare_job(
         support_check_on(accelerator.device.type),
         accelerator.num_processes,
     )
-    open_packs = partial(opener, recipe.data, is_main_process=accelerator.is_main_process)
+    open_packs = partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
     # Open packs that exist before the model is checked, because they may record their tokenizer.
-    # Otherwise open them after all other checks, because preparing them may take hours. Their
-    # tokenizer is `data.tokenizer`.
-    data = None if recipe.data.prepares else open_packs()
+    # Packs with a source may have to be prepared, which may take hours. Their tokenizer is
+    # `data.tokenizer`, so open them after the checks of the model.
+    if data is None and not recipe.data.prepares:
+        data = open_packs()
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=True)
-    # All precisions of a run have the same compute dtype.
-    _, first = checked.phases[0]
-    dtype = getattr(torch, first.precision.compute_dtype)
-    case = attention.Case(
-        accelerator.device.type,
-        flops.shape.head_dim,
-        dtype,
-        changed_scores=flops.changed_scores,
-    )
-    if refusal := attention.refusal_of(checked.recipe.model.attention, case):
-        raise InputError(refusal)
-    functions = mixing_functions(shapes)
-    if case.device_type == "cuda" and functions:
-        accelerator.print("model: trying fla-core's kernels; compiling them takes minutes once")
-        if reason := kernels.unavailable_because(functions):
-            raise InputError(f"`model`: {type(shapes).__name__} {reason}")
+    _check_attention(checked, flops, accelerator.device.type)
+    _check_kernels(shapes, accelerator)
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
     _check_data(checked.recipe, data, shapes.config)
@@ -209,6 +196,7 @@ def prepare_job(
     plan = plan_for(training, shapes, _devices_of(accelerator, checked.phases))
     if plan.devices.type == "cpu":
         use_one_thread(plan)
+    # Raise InputError now if the recipe requires CUDA graphs and they are impossible.
     cuda_graphs(plan, shapes)
     if plan.recipe.optimizer.offload != "none" and plan.devices.type == "cuda":
         raise_on_all_ranks(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
@@ -312,6 +300,33 @@ def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedM
     check_fit(active, recipe, len(layers))
     if active.precision.quantized:
         check_scope(shapes, layers, active)
+
+
+def _check_attention(checked: CheckedRecipe, flops: ModelFlops, device_type: str) -> None:
+    """Raise InputError if the model cannot use the setting `model.attention` on this device."""
+    # All precisions of a run have the same compute dtype.
+    _, first = checked.phases[0]
+    case = attention.Case(
+        device_type,
+        flops.shape.head_dim,
+        getattr(torch, first.precision.compute_dtype),
+        changed_scores=flops.changed_scores,
+    )
+    if refusal := attention.refusal_of(checked.recipe.model.attention, case):
+        raise InputError(refusal)
+
+
+def _check_kernels(shapes: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Raise InputError if a hybrid model needs fla-core's kernels on a GPU, and they do not work.
+
+    shapes: the model on the meta device.
+    """
+    functions = mixing_functions(shapes)
+    if accelerator.device.type != "cuda" or not functions:
+        return
+    accelerator.print("model: trying fla-core's kernels; compiling them takes minutes once")
+    if reason := kernels.unavailable_because(functions):
+        raise InputError(f"`model`: {type(shapes).__name__} {reason}")
 
 
 def _check_data(recipe: Recipe, data: Data, model: PretrainedConfig) -> None:

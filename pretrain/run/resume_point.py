@@ -103,13 +103,13 @@ class ResumePoint:
 def where_to_resume(
     job: Job, requested: str, accept_changes: bool
 ) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """Return (job, checkpoints, source): the job to run, and the checkpoint to continue from.
+    """Return (job, checkpoints, point): the job to run, and the checkpoint to continue from.
 
     requested: the value of --resume.
     accept_changes: True to continue although the recipe has changed (--accept-changes).
 
     The returned job keeps the loss chunk of the checkpoint. `checkpoints` manages the checkpoints
-    of the run folder. `source` is None if the run starts from the beginning.
+    of the run folder. `point` is None if the run starts from the beginning.
 
     Changes nothing on the disk. All ranks must call this function. Raises InputError as
     `find_checkpoint` does. Also raises InputError if the checkpoint belongs to another training
@@ -123,22 +123,22 @@ def where_to_resume(
         merge=job.recipe.evaluate.merge,
         every=job.recipe.checkpoint.every or 1,
     )
-    source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
-    if source is None or not source.in_run_folder:
+    point = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
+    if point is None or not point.in_run_folder:
         require_no_other_training(job)
     loss_chunk = job.plan.loss.tokens_at_once
-    if source is not None:
-        changes = changes_since(source.record, job)
+    if point is not None:
+        changes = changes_since(point.record, job)
         if not accept_changes:
-            require_same_training(source, changes, job)
-        require_steps_to_train(source, job)
-        source = with_changes(source, changes)
+            require_same_training(point, changes, job)
+        require_steps_to_train(point, job)
+        point = with_changes(point, changes)
         if job.recipe.loss.chunk == "auto":
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
             # bit.
-            loss_chunk = source.record["loss_chunk"]
-    return job.with_settings("loss", chunk=loss_chunk), checkpoints, source
+            loss_chunk = point.record["loss_chunk"]
+    return job.with_settings("loss", chunk=loss_chunk), checkpoints, point
 
 
 # ── Find the checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -228,8 +228,8 @@ def in_words(changes: Changes) -> str:
     return ", ".join(parts)
 
 
-def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:
-    """Return `source` with its `notes` and its `past` filled in.
+def with_changes(point: ResumePoint, changes: Changes) -> ResumePoint:
+    """Return `point` with its `notes` and its `past` filled in.
 
     changes: the result of `changes_since`.
 
@@ -247,17 +247,17 @@ def with_changes(source: ResumePoint, changes: Changes) -> ResumePoint:
     """
     shown = in_words({key: pair for key, pair in changes.items() if key != "train.begin_with"})
     notes = [f"changed settings: {shown}"] if shown else []
-    return replace(source, notes=notes, past=_past(source, changes))
+    return replace(point, notes=notes, past=_past(point, changes))
 
 
-def _past(source: ResumePoint, changes: Changes) -> dict[str, Any]:
-    """Return the `past` of `source`. See `with_changes`."""
-    past = source.record["past"]
-    changed = [] if source.is_branch else list(past["changed"])
-    if changes and not source.is_branch:
+def _past(point: ResumePoint, changes: Changes) -> dict[str, Any]:
+    """Return the `past` of `point`. See `with_changes`."""
+    past = point.record["past"]
+    changed = [] if point.is_branch else list(past["changed"])
+    if changes and not point.is_branch:
         was = {key: saved for key, (saved, _) in changes.items()}
-        changed.append({"step": source.step, "was": was})
-    counted = past if source.in_run_folder else source.record["progress"]
+        changed.append({"step": point.step, "was": was})
+    counted = past if point.in_run_folder else point.record["progress"]
     return {"changed": changed, "left_out": counted["left_out"]}
 
 
@@ -292,7 +292,7 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
 
 
-def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> None:
+def require_same_training(point: ResumePoint, changes: Changes, job: Job) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
     changes: the result of `changes_since`. The message lists them. It suggests --accept-changes
@@ -302,30 +302,30 @@ def require_same_training(source: ResumePoint, changes: Changes, job: Job) -> No
     checkpoint is past the new end: `require_steps_to_train` has a simpler message for this case.
     """
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
-    if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
+    if point.is_branch or not changes or (only_schedule and point.step > job.plan.steps):
         return
     message = (
-        f"{source.path}: the checkpoint was made by another recipe: {in_words(changes)}. To start "
-        f"a new run, {_set_another_folder(source)}."
+        f"{point.path}: the checkpoint was made by another recipe: {in_words(changes)}. To start "
+        f"a new run, {_set_another_folder(point)}."
     )
     # The state of the other optimizer does not fit, and a finished run has no step left.
-    if "optimizer.name" not in changes and source.step < job.plan.steps:
+    if "optimizer.name" not in changes and point.step < job.plan.steps:
         message += " To continue with the present values, pass --accept-changes."
     if only_schedule:
         message += (
             " To continue with this schedule, pass an earlier checkpoint to --resume, from "
-            f"{source.path.parent}."
+            f"{point.path.parent}."
         )
     raise InputError(message)
 
 
-def _set_another_folder(source: ResumePoint) -> str:
+def _set_another_folder(point: ResumePoint) -> str:
     """Return the remedy for a new run instead of a resumed one."""
     remedy = "set another `name` or `run_dir`"
-    return remedy if source.in_run_folder else f"{remedy} without --resume"
+    return remedy if point.in_run_folder else f"{remedy} without --resume"
 
 
-def require_steps_to_train(source: ResumePoint, job: Job) -> None:
+def require_steps_to_train(point: ResumePoint, job: Job) -> None:
     """Raise InputError if no step is left to train after the checkpoint.
 
     A checkpoint of the last step in the run folder is accepted, because this run is finished.
@@ -335,20 +335,20 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
     a number of steps.
     """
     plan = job.plan
-    tokens = source.record["progress"]["tokens"]
-    if job.recipe.train.steps is None and tokens != source.step * plan.tokens_per_step:
+    tokens = point.record["progress"]["tokens"]
+    if job.recipe.train.steps is None and tokens != point.step * plan.tokens_per_step:
         steps_to_train = math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step)
-        steps = source.step + max(steps_to_train, 0)
+        steps = point.step + max(steps_to_train, 0)
         raise InputError(
-            f"{source.path}: the steps before this checkpoint were trained with another "
+            f"{point.path}: the steps before this checkpoint were trained with another "
             "`batch.tokens`, so the length of the run must be given in steps; set "
             f"`train.steps: {steps}` to train the same number of tokens"
         )
-    if source.step > plan.steps or (source.step == plan.steps and not source.in_run_folder):
+    if point.step > plan.steps or (point.step == plan.steps and not point.in_run_folder):
         raise InputError(
-            f"{source.path}: the checkpoint is from step {source.step:,}, but `train` ends the run "
+            f"{point.path}: the checkpoint is from step {point.step:,}, but `train` ends the run "
             f"at step {plan.steps:,}; raise the length of the run in `train`, or start a new run: "
-            f"{_set_another_folder(source)}"
+            f"{_set_another_folder(point)}"
         )
 
 

@@ -301,8 +301,8 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
 
     Raises InputError if the launch would be refused.
     """
-    job, _, source = where_to_resume(job, resume_from, accept_changes)
+    job, _, point = where_to_resume(job, resume_from, accept_changes)
     console.notice(render(job.plan))
-    if source is not None:
-        console.notice(f"the run continues from {source.path}", *source.notes)
+    if point is not None:
+        console.notice(f"the run continues from {point.path}", *point.notes)
     return 0

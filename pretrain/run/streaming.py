@@ -25,11 +25,11 @@ _WAIT_SECONDS = 0.5
 
 
 def start_stream(
-    job: Job, source: ResumePoint | None, folder: RunFolder, accelerator: Accelerator
+    job: Job, point: ResumePoint | None, folder: RunFolder, accelerator: Accelerator
 ) -> None:
     """Start the packer process of the job's stream on the main process.
 
-    source: the checkpoint that the run continues from, or None.
+    point: the checkpoint that the run continues from, or None.
     folder: the run folder. The packer is stopped when `folder` is closed.
 
     All ranks must call this function. Raises InputError if another run reads the same stream, or if
@@ -39,7 +39,7 @@ def start_stream(
     if stream is None:
         return
     # Read from the first pack if there is no checkpoint, or if it belongs to another stream.
-    record = {} if source is None or source.is_of_another_stream(job) else source.record
+    record = {} if point is None or point.is_of_another_stream(job) else point.record
     stream.start_at(record.get("stream"))
     stream.packer = raise_on_all_ranks(
         lambda: (
