@@ -109,17 +109,16 @@ class Shard:
         self._columns = [*zip(names, sizes, map(decoder, encodings, sizes), strict=True)]
 
     @cached_property
-    def content(self) -> tuple[memoryview, np.ndarray]:
-        """The memory-mapped content of the shard, and the offsets [samples + 1] of the samples."""
+    def content(self) -> memoryview:
+        """The memory-mapped content of the shard file."""
         # Use Arrow's memory map. Unlike Python's memory map, it does not keep the file open. A
         # terabyte of data is 16,000 shards, and many systems limit a process to 1,024 open files.
-        data = memoryview(pa.memory_map(str(self.path)).read_buffer())
-        return data, np.frombuffer(data, "<u4", self.samples + 1, offset=4)
+        return memoryview(pa.memory_map(str(self.path)).read_buffer())
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return the decoded columns of sample `index`. Arrays are views into the file."""
-        data, offsets = self.content
-        data = data[offsets[index] : offsets[index + 1]]
+        begin, stop = np.frombuffer(self.content, "<u4", 2, offset=4 + 4 * index)
+        data = self.content[begin:stop]
         stored_sizes = sum(1 for _, size, _ in self._columns if not size)
         sizes = iter(np.frombuffer(data, "<u4", stored_sizes).tolist())
         start = 4 * stored_sizes
@@ -187,7 +186,7 @@ class MDSPacks(Packs):
         """Return the fingerprint, which depends on how samples are divided into shards."""
         content: list[Any] = []
         for shard in self._shards:
-            hashes = shard.record.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()}
+            hashes = shard.record.hashes or {"sha256": hashlib.sha256(shard.content).hexdigest()}
             content.append([shard.samples, shard.layout, hashes])
         if self._end_token is not None:
             content.append(self._end_token)
@@ -202,7 +201,37 @@ class MDSPacks(Packs):
     def __getitem__(self, index: int) -> Pack:
         number, row = locate(self._starts, index)
         sample = self._shards[number].sample(row)
-        where = f"{self._shards[number].path}, sample {row}"
+        return self._pack_of(sample, where=f"{self._shards[number].path}, sample {row}")
+
+    def _pack_of(self, sample: Mapping[str, Any], where: str) -> Pack:
+        """Return the pack in the columns of a sample.
+
+        `where` names the sample in the message of an InputError.
+        """
+        ids, columns = self._read_columns(sample, where)
+        with as_input_error((ValueError,), where):
+            document_numbers = number_documents(len(ids), columns)
+            trained = trained_tokens(ids, columns)
+        is_real = document_numbers >= 0
+        # Padding is only at the end if the first `real_tokens` tokens are no padding.
+        real_tokens = is_real.sum()
+        if real_tokens == 0 or not is_real[:real_tokens].all():
+            raise InputError(
+                f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
+                "start with a document, and have padding only at its end"
+            )
+        if trained is not None:
+            trained &= is_real
+        lengths = np.bincount(document_numbers[is_real]).astype(np.int32)
+        return Pack(ids.astype(np.uint32, copy=False), lengths, trained)
+
+    def _read_columns(
+        self, sample: Mapping[str, Any], where: str
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the token ids of a sample, and its columns of `packing.token_columns`.
+
+        If EOS ends or begins documents, the column `document_ids` is added.
+        """
         token_column = _token_column(sample)
         if token_column not in sample:
             raise InputError(
@@ -224,21 +253,7 @@ class MDSPacks(Packs):
         if self._end_token is not None:
             starts = starts_of_documents(ids == self._end_token, begins=self._eos_begins)
             columns["document_ids"] = np.cumsum(starts)
-        with as_input_error((ValueError,), where):
-            document_numbers = number_documents(len(ids), columns)
-            trained = trained_tokens(ids, columns)
-        is_real = document_numbers >= 0
-        # Padding is only at the end if the first `real_tokens` tokens are no padding.
-        real_tokens = is_real.sum()
-        if real_tokens == 0 or not is_real[:real_tokens].all():
-            raise InputError(
-                f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
-                "start with a document, and have padding only at its end"
-            )
-        if trained is not None:
-            trained &= is_real
-        lengths = np.bincount(document_numbers[is_real]).astype(np.int32)
-        return Pack(ids.astype(np.uint32, copy=False), lengths, trained)
+        return ids, columns
 
     def verify(self) -> None:
         for shard in self._shards:

@@ -89,7 +89,10 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     lengths = np.asarray(lengths, np.int64)
     pieces = -(-lengths // length)
     document = np.repeat(np.arange(len(lengths)), pieces)
-    start = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * length
+    # Number of each piece within its document.
+    first_pieces = np.cumsum(pieces) - pieces
+    number = np.arange(len(document)) - first_pieces[document]
+    start = number * length
     stop = np.minimum(start + length, lengths[document])
 
     is_rest = (start > 0) & (stop - start < length)
