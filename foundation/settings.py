@@ -195,32 +195,39 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     """Return an object of the class `cls` with the given `values`.
 
     Raises one InputError with a line for each mistake, which names all keys with this mistake. Each
-    line begins with `origin`, such as the name of a file. If the type of a key is a union, pydantic
-    reports one mistake for each type in the union. These mistakes are joined in one line. If a
-    section is wrong because of a key inside of it, only the line of this key is kept. In the
-    config.yaml of a run, removed keys may have any value.
+    line begins with `origin`, such as the name of a file. In the config.yaml of a run, removed keys
+    may have any value.
     """
     is_record = origin.endswith("/config.yaml")
     try:
         return cls.model_validate(values, context=_RECORD if is_record else None)
     except ValidationError as error:
-        by_key: dict[str, list[str]] = {}
-        # A file that is no recipe may have thousands of mistakes, so report only the first ones.
-        for item in error.errors(include_url=False)[:20]:
-            key, mistake = _describe(cls, item)
-            by_key.setdefault(key, []).append(mistake)
-        by_mistake: dict[str, list[str]] = {}
-        for key, mistakes in by_key.items():
-            # Skip a section if the mistake in one of its keys is reported.
-            if not any(other.startswith(f"{key}.") for other in by_key):
-                mistake = ", or ".join(dict.fromkeys(mistakes))
-                by_mistake.setdefault(mistake, []).append(key)
         lines = []
-        for mistake, keys in by_mistake.items():
+        for mistake, keys in _keys_by_mistake(cls, error).items():
             # A mistake in the file as a whole has no key.
             named = ", ".join(f"`{key}`" for key in keys if key)
             lines.append(f"{origin}: {named}: {mistake}" if named else f"{origin}: {mistake}")
         raise InputError("\n".join(lines)) from None
+
+
+def _keys_by_mistake(cls: type[BaseModel], error: ValidationError) -> dict[str, list[str]]:
+    """Map a message about each mistake to all keys that have this mistake.
+
+    If the type of a key is a union, pydantic reports a mistake for each type in the union. The
+    messages of these mistakes are joined.
+    """
+    by_key: dict[str, list[str]] = {}
+    # A file that is no recipe may have thousands of mistakes, so report only the first ones.
+    for item in error.errors(include_url=False)[:20]:
+        key, mistake = _describe(cls, item)
+        by_key.setdefault(key, []).append(mistake)
+    by_mistake: dict[str, list[str]] = {}
+    for key, mistakes in by_key.items():
+        # Skip a section if the mistake in one of its keys is reported.
+        if not any(other.startswith(f"{key}.") for other in by_key):
+            mistake = ", or ".join(dict.fromkeys(mistakes))
+            by_mistake.setdefault(mistake, []).append(key)
+    return by_mistake
 
 
 # Names of the members of a union. pydantic inserts them into the location of an error.
