@@ -28,7 +28,7 @@ from pretrain.plan.rendering import (
 from pretrain.precision.settings import BF16, QUANTIZED
 from pretrain.run.data import open_data
 from pretrain.run.job import training_elsewhere
-from pretrain.settings.commands import USUAL
+from pretrain.settings.commands import USUAL_DEVICES
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError if the recipe cannot be planned.
     """
-    targets = [devices_called(text) for text in options.on or USUAL]
+    targets = [devices_called(text) for text in options.on or USUAL_DEVICES]
     prices = {card_called(name, "--price").name: dollars for name, dollars in options.price}
     if options.config and all(devices.count == 1 for devices in targets):
         raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")

@@ -17,7 +17,7 @@ from pretrain.checkpoint.folders import MANIFEST, newest_in, step_folder
 from pretrain.metrics.cards import card_called, cards_in
 from pretrain.metrics.run_record import best_evaluation, evaluations_of_training, read_metrics
 from pretrain.precision.settings import PRECISIONS, QUANTIZED, phases_of
-from pretrain.settings.commands import USUAL
+from pretrain.settings.commands import USUAL_DEVICES
 from pretrain.settings.config import load_recipe
 
 # ── train, plan and doctor ────────────────────────────────────────────────────────────────────────
@@ -43,10 +43,10 @@ def check_checkpoint(requested: str) -> None:
 
 def check_plan(options: argparse.Namespace) -> None:
     """Check the recipe and the names of the devices."""
-    on = {cards_in(text)[1].name for text in options.on or USUAL}
+    planned = {card.name for _, card in map(cards_in, options.on or USUAL_DEVICES)}
     for name, _ in options.price:
         card = card_called(name, f"--price {name}").name
-        if card not in on:
+        if card not in planned:
             raise InputError(f"--price: no plan on {card} is requested; add --on {card!r}")
     load_recipe(options.recipe, options.overrides)
 

@@ -21,7 +21,7 @@ from pretrain.settings.config import PacksParser, SettingsParser, load_recipe
 # Default of --margin in percent of the baseline's loss, for `which` and `report`.
 MARGIN_PERCENT = 0.3
 # Devices of the command `plan` if --on is not set.
-USUAL = ("H100", "H200", "B200", "8xH100", "RTX 4090", "RTX 5090")
+USUAL_DEVICES = ("H100", "H200", "B200", "8xH100", "RTX 4090", "RTX 5090")
 # Defaults of the command `sample`: at most 64 new tokens, temperature 0.8 and top-p 0.95.
 TOKENS = 64
 TEMPERATURE = 0.8
@@ -191,7 +191,7 @@ _plan.add_argument(
     default=[],
     metavar="DEVICE",
     help="device, with a number if there are several: H200, 8xB200, rtx4090; a wrong name "
-    f"prints all names; may be repeated; default: {', '.join(USUAL)}",
+    f"prints all names; may be repeated; default: {', '.join(USUAL_DEVICES)}",
 )
 _plan.add_argument(
     "--config",
