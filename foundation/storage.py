@@ -111,11 +111,12 @@ def fetch(address: str) -> Path:
         open_storage(address) as (storage, path),
         locked(COPIES / ".lock", lambda holder: say(f"waiting for {holder} to copy {address}")),
     ):
-        listed = list_objects(storage, storage.glob if glob.has_magic(path) else storage.find, path)
+        is_pattern = glob.has_magic(path)
+        listed = list_objects(storage, storage.glob if is_pattern else storage.find, path)
         if not listed:
             raise FileNotFoundError("no such object or folder")
         objects = {path_for(f"{scheme}://{name}"): listed[name] for name in listed}
-        copies = local if glob.has_magic(path) else Path(glob.escape(str(local)), "**")
+        copies = local if is_pattern else Path(glob.escape(str(local)), "**")
         # The modification time of a copy is the version of its object.
         for copy in map(Path, glob.glob(str(copies), recursive=True)):
             if copy.is_file() and _version(objects.get(copy, {})) != copy.stat().st_mtime:
@@ -125,7 +126,11 @@ def fetch(address: str) -> Path:
 
 
 def list_objects(storage: Any, find: Callable[..., Any], path: str) -> dict[str, Mapping[str, Any]]:
-    """Return the descriptions of objects by name. `find` is a method of `storage`."""
+    """Return the descriptions of objects by name.
+
+    `find` is `storage.find` for the objects below the folder `path`, or `storage.glob` for the
+    objects that the pattern `path` matches.
+    """
     storage.invalidate_cache()  # fsspec remembers lists of objects
     # A console creates an empty object with a slash at its end for a folder.
     return {

@@ -100,14 +100,13 @@ def start_training(launch: Launch, environment: Mapping[str, str], log: Path) ->
     log.touch()
     connection, in_training = _FORKS.Pipe()
     process = _FORKS.Process(target=_train, args=(launch, dict(environment), log, in_training))
-    folder = tempfile.gettempdir()
-    if len(folder) > LONGEST_SOCKET_FOLDER:
-        folder = "/tmp"
     try:
-        with connection, overridden(tempfile, tempdir=folder):
+        # `start` creates the socket of the server in the folder `tempfile.tempdir`.
+        with connection, overridden(tempfile, tempdir=_socket_folder()):
             with in_training:
                 process.start()
-            # Wait until the training has its process group and has locked its log.
+            # Wait until the training has its process group and has locked its log. Then let it
+            # begin. If this process is killed in between, nobody could find the training.
             connection.recv()
             connection.send(None)
     except (EOFError, OSError) as error:
@@ -116,10 +115,17 @@ def start_training(launch: Launch, environment: Mapping[str, str], log: Path) ->
     return Training(process, log)
 
 
+def _socket_folder() -> str:
+    """Return the folder for temporary files, or /tmp if its name is too long for a socket."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= LONGEST_SOCKET_FOLDER else "/tmp"
+
+
 def _train(launch: Launch, environment: dict[str, str], log: Path, command: Connection) -> None:
     """Train in this forked process, and end this process with the exit status of the training.
 
-    The training begins when `command`, the process that starts it, answers.
+    `command` is the connection to `start_training`. The training begins when `start_training`
+    answers.
     """
     os.setpgid(0, 0)
     with open_log(log) as output, open(os.devnull, "rb") as nothing:
