@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,11 +75,9 @@ def sample(
     The model's generation config is ignored, except for the tokens that end a text. Raises
     InputError if the prompt fills all positions of the model.
 
-    The model runs without torch.compile and with the attention of transformers, because packed
-    attention supports neither a cache nor a growing document. Every training step sets its own
-    random seed, so `seed` does not change the training. On a GPU a sample may differ from run to
-    run even under `deterministic`, because torch's `cumsum` of the probabilities has no fixed order
-    of additions there.
+    Every training step sets its own random seed, so `seed` does not change the training. On a GPU a
+    sample may differ from run to run even under `deterministic`, because torch's `cumsum` of the
+    probabilities has no fixed order of additions there.
     """
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     length = encoded["input_ids"].shape[1]
@@ -95,6 +94,21 @@ def sample(
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
         **sampling,
     )
+    # Replace the model's generation config. A config that is passed as an argument would be
+    # completed with values of the model's config.
+    with _generating(hf), overridden(hf, generation_config=generation):
+        torch.manual_seed(seed)
+        output = cast(Any, hf).generate(**encoded)
+    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))
+
+
+@contextmanager
+def _generating(hf: PreTrainedModel) -> Iterator[None]:
+    """Context manager that lets the model generate text, and then restores its state.
+
+    The model runs without torch.compile and with the attention of transformers, because packed
+    attention supports neither a cache nor a growing document.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as restored, torch.compiler.set_stance("force_eager"):
         restored.callback(torch.use_deterministic_algorithms, deterministic)
@@ -105,12 +119,7 @@ def sample(
         # torch's own attention would ignore caps and sinks.
         has_sdpa = hf._supports_sdpa and not changed_scores(hf)
         hf.set_attn_implementation("sdpa" if has_sdpa else "eager")
-        torch.manual_seed(seed)
-        # Replace the model's generation config. A config that is passed as an argument would be
-        # completed with values of the model's config.
-        restored.enter_context(overridden(hf, generation_config=generation))
-        output = cast(Any, hf).generate(**encoded)
-    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))
+        yield
 
 
 def main(options: argparse.Namespace) -> int:
