@@ -463,18 +463,11 @@ class Staging:
         """
         tensors = [tensor for group in files.values() for tensor in group.values()]
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        needed = sum(sizes)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if self._memory.numel() < needed:
-            if needed * processes_on_host() > SHARE * free_memory():
-                return None
-            # `zeros` writes to all pages, so that the operating system allocates them.
-            self._memory = torch.zeros(needed, dtype=torch.uint8)
-            if device:
-                # Without pinned memory, the copy takes longer.
-                pin(self._memory)
+        if not self._reserve(sum(sizes), pinned=device is not None):
+            return None
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-        slots = iter(self._memory[:needed].split(sizes))
+        slots = iter(self._memory[: sum(sizes)].split(sizes))
         for file, group in files.items():
             for name, tensor in group.items():
                 slot = next(slots)[: tensor.nbytes].view(tensor.dtype)
@@ -484,6 +477,21 @@ class Staging:
         if device:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+    def _reserve(self, needed: int, *, pinned: bool) -> bool:
+        """Allocate `needed` bytes, unless an earlier call has allocated enough.
+
+        Return False if the host has too little free memory.
+        """
+        if self._memory.numel() < needed:
+            if needed * processes_on_host() > SHARE * free_memory():
+                return False
+            # `zeros` writes to all pages, so that the operating system allocates them.
+            self._memory = torch.zeros(needed, dtype=torch.uint8)
+            if pinned:
+                # Without pinned memory, the copy takes longer.
+                pin(self._memory)
+        return True
 
 
 def free_memory() -> int:
