@@ -45,6 +45,9 @@ _OURS = re.compile(
 class StoredRun:
     """The copy of a run folder in object storage. Only the first rank of a run has this object.
 
+    A marker is the file manifest.json of a checkpoint, or the file summary.json, which is written
+    after the folder `final`. If a marker exists, its folder is complete.
+
     Args:
         address: Address of the copy, such as s3://bucket/run.
         folder: The run folder on this machine.
@@ -60,7 +63,7 @@ class StoredRun:
         self._name = f"{process_name()}, {secrets.token_hex(4)}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storing")
         with open_storage(address) as (storage, root):
-            self._objects(storage, root)
+            self._objects(storage, root)  # raises InputError if these are not a run's objects
 
     def restore(self) -> None:
         """Copy the stored run to the run folder, unless the folder continues the stored run.
@@ -146,8 +149,8 @@ class StoredRun:
     def _store_newest(self, storage: Any, root: str) -> bool:
         """Store the files outside of folders, and the newest folder that is not stored.
 
-        Return True if a folder was stored. If all folders were stored before, delete the objects of
-        checkpoints that the run has deleted. Raises InputError if another process stores the run.
+        Return True if a folder was stored. If all folders were stored before, call
+        `_delete_checkpoints` and return False. Raises InputError if another process stores the run.
         """
         objects = self._objects_to_change(storage, root)
         # metrics.jsonl has the steps before the checkpoint, so it is stored first.
@@ -162,12 +165,22 @@ class StoredRun:
                     storage.rm_file(f"{root}/{marker}")
                 self._store_folder(storage, root, marker)
                 return True
-        kept = [marker for marker in markers if marker != SUMMARY_FILE]
+        self._delete_checkpoints(storage, root, objects, kept=markers)
+        return False
+
+    def _delete_checkpoints(
+        self, storage: Any, root: str, objects: Iterable[str], kept: list[str]
+    ) -> None:
+        """Delete the objects of checkpoints that the run has deleted.
+
+        `kept` has the markers in the run folder. Without a checkpoint in it, delete nothing.
+        """
+        if not _newest(kept):
+            return
         # False sorts before True, so each marker is deleted before the files of its folder.
         for name in sorted(objects, key=lambda name: name != _marker_of(name)):
-            if kept and name.startswith("checkpoints/") and _marker_of(name) not in kept:
+            if name.startswith("checkpoints/") and _marker_of(name) not in kept:
                 storage.rm_file(f"{root}/{name}")
-        return False
 
     def _store_folder(self, storage: Any, root: str, marker: str) -> None:
         """Store all files of the folder with the marker `marker`, and then the marker."""
@@ -212,7 +225,7 @@ class StoredRun:
         return {name: objects[name] for name in objects if _OURS.fullmatch(name)}
 
     def _markers(self) -> list[str]:
-        """Return the markers in the run folder: newest checkpoints first, `final` last."""
+        """Return the markers in the run folder: newest checkpoints first, that of `final` last."""
         checkpoints = step_folders(self.folder / "checkpoints")
         names = [f"checkpoints/{checkpoint.name}/{MANIFEST}" for checkpoint in checkpoints]
         markers = [name for name in names if (self.folder / name).exists()]
@@ -252,6 +265,6 @@ def check_free(path: Path, address: str) -> None:
     """
     check_ours(path)
     if is_address(address):
-        StoredRun(address, path)
+        StoredRun(address, path)  # lists the objects
     if path.exists():
-        RunFolder(path).close()
+        RunFolder(path).close()  # locks the folder
