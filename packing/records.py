@@ -522,25 +522,29 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
-    if settings.chat_template == "chatml" and None in map(
-        tokenizer.tokenizer.token_to_id, _CHATML_TOKENS
-    ):
+    if settings.chat_template == "chatml":
+        _require_tokens_of_chatml(tokenizer)
+    if "eos_token" in template and "eos" not in tokenizer.special:
+        raise InputError(
+            f"data.chat_template: the template uses `eos_token`, but {tokenizer.name} has no EOS "
+            "token; set `eos_token` in its tokenizer_config.json"
+        )
+    tokens = {
+        f"{role}_token": tokenizer.tokenizer.id_to_token(number)
+        for role, number in tokenizer.special.items()
+    }
+    return chat_columns(settings, template, tuple(sorted(tokens.items())))
+
+
+def _require_tokens_of_chatml(tokenizer: TextTokenizer) -> None:
+    """Raise InputError if the tokenizer lacks a special token of the template CHATML."""
+    if None in map(tokenizer.tokenizer.token_to_id, _CHATML_TOKENS):
         raise InputError(
             f"data.chat_template: chatml: {tokenizer.name} lacks the tokens <|im_start|> and "
             "<|im_end|>; either set data.chat_template=plain, which needs only EOS, or train the "
             "tokenizer with `python -m pretrain tokenizer ... --special '<|im_start|>' --special "
             "'<|im_end|>'`"
         )
-    tokens = {
-        f"{role}_token": tokenizer.tokenizer.id_to_token(number)
-        for role, number in tokenizer.special.items()
-    }
-    if "eos_token" in template and "eos_token" not in tokens:
-        raise InputError(
-            f"data.chat_template: the template uses `eos_token`, but {tokenizer.name} has no EOS "
-            "token; set `eos_token` in its tokenizer_config.json"
-        )
-    return chat_columns(settings, template, tuple(sorted(tokens.items())))
 
 
 def chat_columns(

@@ -78,8 +78,8 @@ def validation_source(settings: DataSettings) -> DataSettings | None:
     folder = settings.packs if settings.packs.name else settings.packs.absolute()
     packs = Path(f"{folder}-validation")
     streaming = settings.streaming
-    # Validation text is packed before the run, even if the training text is streamed. If the
-    # training text is streamed, a validation dataset of the hub is read without a download.
+    # Only training text can be a stream. If it is a stream, read a validation dataset of the hub
+    # without a download (`streaming: true`), and read files as usual (`streaming: false`).
     if settings.stream:
         name = str(validation.source)
         streaming = not (Path(name).exists() or files_of(name) or is_address(name))

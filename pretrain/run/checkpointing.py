@@ -94,7 +94,7 @@ def save(run: Run, *, in_background: bool = False) -> None:
             _state_to_save(run),
             spared=run.best["step"] if run.best else None,
             in_background=in_background,
-            announce=partial(_announce, run),
+            announce=partial(_print_and_store, run),
         )
 
 
@@ -116,8 +116,8 @@ def _state_to_save(run: Run) -> dict[str, Any]:
     return state
 
 
-def _announce(run: Run, text: str) -> None:
-    """Print that a checkpoint is complete, and store it if the run is stored."""
+def _print_and_store(run: Run, text: str) -> None:
+    """Print `text` about a new checkpoint. Store the checkpoint if the run is in object storage."""
     run.console.notice(text)
     if run.folder.stored is not None:
         run.folder.stored.store()
@@ -132,9 +132,11 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
     """
     # Wait until the next packs are read. Otherwise a rank that cannot read them would stop alone,
     # and without a checkpoint. With a stream, `wait_for_packs` has waited already.
-    seconds = 0 if run.job.data.stream else None
-    batches.wait_until_ready(seconds)
-    return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
+    if run.job.data.stream is None:
+        batches.wait_until_ready()
+    if run.checkpoints.failed or batches.failure:
+        return FAILED
+    return stop.requested or 0
 
 
 def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:

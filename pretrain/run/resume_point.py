@@ -95,7 +95,7 @@ class ResumePoint:
         return -(-tokens // job.recipe.data.length)
 
     def state(self, job: Job) -> TrainState:
-        """Return the counters with which the run continues."""
+        """Return the counters of the continued run at its start."""
         counters = {"steps": job.plan.steps, "place": self.place(job)}
         return TrainState(**self.record["progress"] | counters)
 

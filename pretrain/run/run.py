@@ -104,7 +104,7 @@ class Run:
         notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
-        self._take_over_parity()
+        self._copy_earlier_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",
             console_rows(self.assembly.audit),
@@ -123,7 +123,7 @@ class Run:
             self.write_audit()
             self.trackers.start(settings)
 
-    def _take_over_parity(self) -> None:
+    def _copy_earlier_parity(self) -> None:
         """Copy the results of the parity check from audit.json in the run folder into the audit.
 
         An earlier process of this run has written the file. A resumed run does not repeat the

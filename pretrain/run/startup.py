@@ -61,19 +61,19 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
     optimizer = run.assembly.optimizer
     accelerator = run.accelerator
     schedule = run.assembly.schedule
-    every = recipe.log.fp8_statistics
+    statistics_every = recipe.log.fp8_statistics
     observers: list[Observer] = [profile] if profile else []
     observers += [
         ProductAudit(model, schedule, run.assembly.audits, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
     ]
-    if every and model.routing.routers:
-        observers.append(ExpertLoads(model.routing, every))
-    if every and model.context.engines:
+    if statistics_every and model.routing.routers:
+        observers.append(ExpertLoads(model.routing, statistics_every))
+    if statistics_every and model.context.engines:
         if accelerator.is_main_process:
             run.trackers.statistics.start()
         observers.append(OperandWatch(model.context, run.trackers.statistics, run.console))
-    return Observers(observers, schedule, run.state.step, every)
+    return Observers(observers, schedule, run.state.step, statistics_every)
 
 
 @dataclass(eq=False)
@@ -179,6 +179,7 @@ def largest_that_fits(
     """
     # A model that was loaded from a folder is in evaluation mode, in which no layer is recomputed.
     model.train()
+    # The smallest number of usable bytes on any rank.
     limit = -largest_over_ranks(accelerator, -usable)
     length = make_batch(1).max_seqlen
     half = math.ceil(length / (2 * multiple_of)) * multiple_of

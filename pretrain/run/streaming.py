@@ -70,11 +70,11 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[
     place = run.state.place
     stream.advance_to(range(place, place + run.job.plan.packs_per_step))
     with run.console.progress("waiting for packs"):
-        # The wait also ends if the packs cannot be made. Then `stop_code()` is above 0.
-        while largest_over_ranks(
-            run.accelerator, int(not steps.wait_until_ready(_WAIT_SECONDS) or stop_code() > 0)
-        ):
+        while True:
+            # A rank whose packs cannot be made is ready too. Then its stop code is above 0.
+            is_ready = steps.wait_until_ready(_WAIT_SECONDS)
+            if not largest_over_ranks(run.accelerator, int(not is_ready or stop_code() > 0)):
+                return 0
             if code := largest_over_ranks(run.accelerator, stop_code()):
                 return code
             stream.publish(waits=True)
-    return 0
