@@ -280,10 +280,15 @@ class ChatColumns(Records):
         for key, item in message.items():
             if item is not None and item != []:
                 values[keys.get(key, key)] = item
-        role = values.get("role")
         if keys:
-            role = _SHAREGPT_ROLES.get(str(role), role)
-            values["role"] = role
+            role = values.get("role")
+            values["role"] = _SHAREGPT_ROLES.get(str(role), role)
+        self._check_message(values)
+        return values
+
+    def _check_message(self, values: dict[str, Any]) -> None:
+        """Raise ValueError if a message is malformed, or has a key that would be ignored."""
+        role = values.get("role")
         if role not in _ROLES and not _has_word(self.template, str(role)):
             raise ValueError(
                 f"a message has the role {role}, which is neither a usual role nor in the chat "
@@ -305,7 +310,6 @@ class ChatColumns(Records):
                     f"a message has the key `{key}`, which is not read; if an answer has no loss, "
                     "set its `weight` to 0"
                 )
-        return values
 
     def _tools(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the tools of a record, if the template uses them."""
