@@ -122,6 +122,13 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         kind, paths, unread = _choose(name, files)
         # For a link to a missing file, `stat` raises OSError with the name of the link.
         size = sum(path.stat().st_size for path in paths)
+    _refuse_unused_settings(settings, kind)
+    count = plural(len(paths), f"{kind} file")
+    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}", paths, kind, records)
+
+
+def _refuse_unused_settings(settings: DataSettings, kind: str) -> None:
+    """Raise InputError if a setting of this source has no effect on files of this kind."""
     # Text files have no columns, and files have neither subsets nor splits.
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     unused = settings.chosen(("subset", "split", *columns))
@@ -129,11 +136,10 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         unused.append("streaming")
     if unused:
         raise InputError(
-            f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it "
-            "(the files of a split are chosen by a pattern as data.source, such as 'FOLDER/test*')"
+            f"data.{unused[0]}: {settings.source} is read as {kind}, which has no such setting; "
+            "remove it (the files of a split are chosen by a pattern as data.source, such as "
+            "'FOLDER/test*')"
         )
-    count = plural(len(paths), f"{kind} file")
-    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}", paths, kind, records)
 
 
 def suffix_of(path: Path) -> str:
@@ -156,7 +162,7 @@ def _choose(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
     """
     sizes: Counter[str | None] = Counter()
     for path in files:
-        # A link to a missing file has no size.
+        # A link to a missing file has no size. Files of unknown kinds have the kind None.
         sizes[kind_of(path)] += path.stat().st_size if path.exists() else 0
     kind = max(sizes, key=sizes.__getitem__, default=None)
     if kind is None:
@@ -314,12 +320,7 @@ class FileSource:
         byte_offset = offset.get("at", 0)
         line = offset.get("line", 1)
         with open_stream(path) as stream:
-            if stream.seekable():
-                stream.seek(byte_offset)
-            else:
-                # Read a compressed file up to the offset, because its stream cannot seek.
-                for skipped in range(0, byte_offset, CHUNK_BYTES):
-                    stream.read(min(CHUNK_BYTES, byte_offset - skipped))
+            _skip(stream, byte_offset)
             pending = bytearray()
             # The ends of chunks are the ends of a stream's parts, so they never change. The empty
             # block at the end yields the bytes that are still pending: a last line without a
@@ -532,6 +533,16 @@ class DatasetSource:
                 revision=revision,
                 streaming=bool(settings.streaming),
             )
+
+
+def _skip(stream: pa.NativeFile, count: int) -> None:
+    """Move a stream from its beginning to the offset `count`, in bytes."""
+    if stream.seekable():
+        stream.seek(count)
+        return
+    # The stream of a compressed file cannot seek, so read up to the offset.
+    for skipped in range(0, count, CHUNK_BYTES):
+        stream.read(min(CHUNK_BYTES, count - skipped))
 
 
 def _has_array(path: Path) -> bool:
