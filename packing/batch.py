@@ -271,14 +271,12 @@ class Batching:
             documents=documents,
         )
 
-    def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
-        """Return an iterator over this rank's microbatches of one pass over the packs.
+    def evaluation(self, packs: Packs, count: int) -> Prefetch[Microbatch]:
+        """Return an iterator over this rank's microbatches of the first `count` packs.
 
-        With `limit`, the pass ends after the first `limit` packs. Every rank gets the same number
-        of microbatches. Otherwise, a rank with more microbatches than the other ranks would wait
-        for them forever in a collective operation.
+        Every rank gets the same number of microbatches. Otherwise, a rank with more microbatches
+        than the other ranks would wait for them forever in a collective operation.
         """
-        count = len(packs) if limit is None else min(limit, len(packs))
 
         def build(number: int) -> Microbatch:
             first = (number * self.world_size + self.rank) * self.microbatch

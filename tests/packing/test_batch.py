@@ -208,17 +208,17 @@ def test_data_wait_is_the_sum_of_all_waits_for_a_step():
         assert steps.wait_until_ready(0), "no step follows"
 
 
-@pytest.mark.parametrize("limit", [None, 1, 7, 1000])
-def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
+@pytest.mark.parametrize("count", [1, 7, 13])
+def test_evaluation_reads_every_pack_once_in_equal_shares(count):
     packs = packs_of_text(count=13)
-    seen = packs.packs[: min(limit or 13, 13)]
+    seen = packs.packs[:count]
     once = sorted(token for pack in seen for token in pack.input_ids[: pack.lengths.sum()].tolist())
     valid = sum(count_valid_tokens(pack, True) for pack in seen)
     for world_size, microbatch in itertools.product((1, 2, 3, 8), (1, 2, 4)):
         options = {"microbatch": microbatch, "world_size": world_size, "mask_boundaries": True}
         ranks = []
         for rank in range(world_size):
-            with Batching(**options, rank=rank).evaluation(packs, limit) as microbatches:
+            with Batching(**options, rank=rank).evaluation(packs, count) as microbatches:
                 ranks.append(list(microbatches))
         assert {len(parts) for parts in ranks} == {-(-len(seen) // (world_size * microbatch))}
         parts = [part for rank in ranks for part in rank]
