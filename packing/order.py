@@ -12,7 +12,7 @@ versions.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +29,7 @@ from packing.arrow import ArrowPacks, Pack, Packs, locate
 # 20,000 seeds. With 4 bits, some orders are more frequent, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
-# Number of packs from which the mean number of tokens per pack is estimated.
+# Largest number of packs from which a mean is estimated.
 _SAMPLED_PACKS = 1000
 # Shares are rounded to multiples of 1 / _SHARE_UNITS and computed as integers. The product of a
 # place and such an integer fits into 64 bits for up to 2^39 packs.
@@ -39,6 +39,11 @@ _SHARE_UNITS = 1 << 24
 def evenly(count: int, most: int) -> list[int]:
     """Return all indices 0 to count - 1, or `most` evenly spaced ones if `count` exceeds `most`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
+
+
+def sampled(packs: Packs) -> Iterator[Pack]:
+    """Yield at most 1,000 evenly spaced packs, from which a mean over all packs is estimated."""
+    return (packs[index] for index in evenly(len(packs), _SAMPLED_PACKS))
 
 
 @dataclass(frozen=True)
@@ -246,13 +251,11 @@ def mixture_of(packs: Packs) -> Mixture:
 def _tokens_of(packs: Packs) -> float:
     """Return the mean number of tokens in a pack, without padding.
 
-    If the format does not record this number, estimate it from at most 1,000 packs.
+    If the format does not record this number, estimate it from sampled packs.
     """
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
-    return float(
-        np.mean([int(packs[index].lengths.sum()) for index in evenly(len(packs), _SAMPLED_PACKS)])
-    )
+    return float(np.mean([int(pack.lengths.sum()) for pack in sampled(packs)]))
 
 
 def spread(

@@ -20,14 +20,12 @@ from packing.batch import (
     read_pack,
     sum_of_squares,
 )
-from packing.order import evenly, mixture_of
+from packing.order import evenly, mixture_of, sampled
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, unprepared
 from packing.stream import StreamedPacks
 
-# `Data.squared_length_per_token` reads at most this number of evenly spaced packs from a source.
-_SAMPLED_PACKS = 1000
 # `check_tokens` reads at most this number of evenly spaced packs from a source. With 4,096
 # tokens per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second,
 # because the files are in the page cache after their hashes were checked.
@@ -68,10 +66,10 @@ class Data:
         """Return the sum of the squared document lengths, divided by the number of tokens.
 
         Lengths are in tokens. The cost of attention is proportional to this number. It is estimated
-        from evenly spaced packs of each source.
+        from sampled packs of each source.
         """
         means = [
-            np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
+            np.mean([sum_of_squares(pack.lengths) for pack in sampled(packs)])
             for packs in self.train.by_source.values()
         ]
         weights = mixture_of(self.readable).shares_of_packs()
