@@ -293,13 +293,11 @@ class Arranged:
             "packs": packs,
             "fill": round(fill, 4),
             "cut_documents": cut_documents,
-        }
-        statistics |= {
             "empty_documents": counts.empty,
             "median_document": int(np.median(lengths)),
             "longest_document": int(lengths.max()),
+            "columns_not_read": ", ".join(counts.unread),
         }
-        statistics["columns_not_read"] = ", ".join(counts.unread)
         if self.masked:
             statistics["trained_tokens"] = counts.trained
         return statistics
