@@ -334,26 +334,10 @@ def with_topology(
           distributes the parameters over all processes, or if the parameters are not sharded.
         * Texts about the corrections, to be printed.
     """
-    for kind in ("DEEPSPEED", "MEGATRON_LM"):
-        if is_true(environ, f"ACCELERATE_USE_{kind}"):
-            raise InputError(
-                f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "
-                "FSDP"
-            )
-    for axis in ("TP", "CP", "SP"):
-        if environ.get(f"{_PARALLELISM}{axis}_SIZE", "1") != "1":
-            raise InputError(
-                f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
-                "sequence parallelism are not supported; remove the key"
-            )
+    _refuse_unsupported(environ)
     processes = _check_processes(environ)
     notices = _correct_device(environ, processes, has_gpu)
-    ignored = []
-    for variable, text in _IGNORED.items():
-        neutral = _NEUTRAL.get(variable, "false")
-        if environ.get(variable, neutral).lower() != neutral.lower():
-            environ[variable] = neutral
-            ignored.append(text)
+    ignored = _reset_ignored(environ)
     replicas = 1
     if is_true(environ, "ACCELERATE_USE_FSDP"):
         on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
@@ -375,6 +359,33 @@ def with_topology(
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
     return replicas, tuple(f"{_ORIGIN}: {text}" for text in notices)
+
+
+def _refuse_unsupported(environ: Mapping[str, str]) -> None:
+    """Raise InputError for a kind of parallelism that this project does not support."""
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        if is_true(environ, f"ACCELERATE_USE_{kind}"):
+            raise InputError(
+                f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "
+                "FSDP"
+            )
+    for axis in ("TP", "CP", "SP"):
+        if environ.get(f"{_PARALLELISM}{axis}_SIZE", "1") != "1":
+            raise InputError(
+                f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
+                "sequence parallelism are not supported; remove the key"
+            )
+
+
+def _reset_ignored(environ: MutableMapping[str, str]) -> list[str]:
+    """Reset the variables in `_IGNORED`, and return the texts about settings that are ignored."""
+    ignored = []
+    for variable, text in _IGNORED.items():
+        neutral = _NEUTRAL.get(variable, "false")
+        if environ.get(variable, neutral).lower() != neutral.lower():
+            environ[variable] = neutral
+            ignored.append(text)
+    return ignored
 
 
 def _check_mesh(environ: Mapping[str, str], processes: int) -> int:
