@@ -78,14 +78,11 @@ def with_tokens(
         packs_fingerprint = tokenizer.get("fingerprint")
         tokenizer = load_text_tokenizer(settings.tokenizer).describe()
         weights_fingerprint = fingerprint_at(model.weights_source)
-        fingerprints = {settings.packs: packs_fingerprint, "`model.source`": weights_fingerprint}
-        for owner, fingerprint in fingerprints.items():
-            if fingerprint not in (None, tokenizer["fingerprint"]):
-                raise InputError(
-                    f"`data.tokenizer`: {settings.tokenizer} ({tokenizer['fingerprint'][:12]}) is "
-                    f"not the tokenizer of {owner} ({fingerprint[:12]}); set `data.tokenizer` to "
-                    f"the tokenizer of {owner}, and prepare the packs with it"
-                )
+        _require_same_tokenizer(
+            settings.tokenizer,
+            tokenizer["fingerprint"],
+            {str(settings.packs): packs_fingerprint, "`model.source`": weights_fingerprint},
+        )
     if "vocab_size" not in tokenizer or model.weights_source:
         return model
     if model.source and tokenizer.get("fingerprint") in (None, fingerprint_at(model.source)):
@@ -94,6 +91,22 @@ def with_tokens(
         model if model.source else ModelSettings(config={"model_type": given["model_type"]})
     )
     return model.model_copy(update={"config": tokens_of(tokenizer, given, default)})
+
+
+def _require_same_tokenizer(name: str, fingerprint: str, others: Mapping[str, str | None]) -> None:
+    """Raise InputError if `data.tokenizer` differs from the tokenizer of the packs or the weights.
+
+    name: the setting `data.tokenizer`.
+    fingerprint: the fingerprint of this tokenizer.
+    others: map a text for the message to the fingerprint of another tokenizer, or to None.
+    """
+    for owner, other in others.items():
+        if other not in (None, fingerprint):
+            raise InputError(
+                f"`data.tokenizer`: {name} ({fingerprint[:12]}) is not the tokenizer of {owner} "
+                f"({other[:12]}); set `data.tokenizer` to the tokenizer of {owner}, and prepare "
+                "the packs with it"
+            )
 
 
 def tokens_of(
