@@ -190,12 +190,7 @@ def convert(
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
             module.register_forward_pre_hook(_check_call)
-    # A copy of the model has a copy of the context, and finds it by this attribute.
-    vars(model)["precision_context"] = context
-    forward = torch.compiler.disable(_forward_in_low_precision, recursive=False)
-    # The Trainer reads the names of the arguments.
-    forward.__signature__ = inspect.signature(type(model).forward)
-    model.forward = MethodType(forward, model)
+    _replace_forward(model, context)
     if calibrate_on is not None:
         try:
             for _ in range(REHEARSALS):
@@ -206,12 +201,23 @@ def convert(
     return Conversion(decisions, context)
 
 
+def _replace_forward(model: PreTrainedModel, context: PrecisionContext) -> None:
+    """Let the forward of a converted model compute as `context` says."""
+    # A copy of the model has a copy of the context, and finds it by this attribute.
+    vars(model)["precision_context"] = context
+    forward = torch.compiler.disable(_forward_in_low_precision, recursive=False)
+    # The Trainer reads the names of the arguments.
+    forward.__signature__ = inspect.signature(type(model).forward)
+    model.forward = MethodType(forward, model)
+
+
 def _restore(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> None:
     """Undo a conversion. `modules` are the modules of `model` before the conversion."""
     # `named_modules` lists a module before its children.
     for name, module in modules.items():
         if model.get_submodule(name) is not module:
             model.set_submodule(name, module)
+    # These attributes hide the forward of the class. `_replace_forward` has set them.
     del model.forward, model.precision_context
 
 
