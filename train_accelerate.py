@@ -127,7 +127,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.raise_on_all_ranks(
-            lambda: open_run_folder(job.run_dir, address, owner=is_main_process)
+            lambda: open_run_folder(run_dir, address, owner=is_main_process)
         ) as folder,
         startup.explaining_errors(),
     ):
@@ -256,15 +256,14 @@ def build(
         trackers=Trackers(job.recipe.log, folder.path, state.step),
         console=console,
     )
+    run.observers = startup.make_observers(run, profile)
+    run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
     if point:
-        # Before checkpoints are renamed, so that no later start restores one of them.
+        # First remove later checkpoints from object storage, so that no later start restores one.
         distributed.raise_on_all_ranks(
             lambda: folder.stored.go_back(state.step) if folder.stored else None
         )
         checkpoints.set_aside_newer(state.step)
-    run.observers = startup.make_observers(run, profile)
-    run.graphs = MicrobatchGraphs(assembly.shared_audit["cuda_graphs"], run.report_graphs)
-    if point:
         checkpointing.resume_precision(run, point)
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
