@@ -120,7 +120,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
     """Return True if the packs of these settings exist, and False if there are no packs.
 
     Raises InputError if the folder has packs that were prepared with other settings, or if it has
-    other files. The folder of a stream has no other files either, because a stream deletes parts.
+    other files than packs. For a stream, also raises InputError if the folder with all parts has
+    other files, because a stream deletes files in this folder.
     """
     packs = folder_of(settings)
     if not (packs / MANIFEST).is_file():

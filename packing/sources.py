@@ -217,11 +217,10 @@ def refuse_common_files(settings: DataSettings) -> None:
 
 def _have_common_files(one: SourceSettings, other: SourceSettings) -> bool:
     """Return True if two sources read the same file, or the same split of a dataset."""
-    names = (str(one.source), str(other.source))
-    if os.path.realpath(names[0]) == os.path.realpath(names[1]):
+    first, second = str(one.source), str(other.source)
+    if os.path.realpath(first) == os.path.realpath(second):
         return (one.subset, one.split) == (other.subset, other.split)
-    first, second = map(_real_files, names)
-    return not first.isdisjoint(second)
+    return not _real_files(first).isdisjoint(_real_files(second))
 
 
 def _real_files(name: str) -> set[str]:

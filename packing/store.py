@@ -29,6 +29,8 @@ from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
+# Suffixes of token files.
+_TOKEN_FILES = (".bin", ".npy")
 # Usual names of the held-out split.
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
@@ -237,22 +239,14 @@ def find_splits(
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
     def first_of(*names: str) -> Callable[[], Packs] | None:
-        """Return a function that opens the first path with packs, or None.
-
-        The paths have these names, also with the suffixes of token files. A path has packs if it is
-        a token file or an MDS folder, or if it contains MDS folders.
-        """
-        for name, suffix in product(names, ("", ".bin", ".npy")):
+        """Return a function that opens the first packs with one of these names, or None."""
+        for name, suffix in product(names, ("", *_TOKEN_FILES)):
             candidate = path / f"{name}{suffix}"
-            if candidate.suffix in (".bin", ".npy") and candidate.is_file():
+            if candidate.suffix in _TOKEN_FILES and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
                 width = length or _DEFAULT_LENGTH
                 return partial(TokenBin, candidate, width, end_token, token_dtype)
-            folders = [candidate]
-            if not (candidate / INDEX).is_file():
-                inside = sorted(index.parent for index in candidate.glob(f"*/{INDEX}"))
-                folders = [folder for folder in inside if folder.name not in _HELD_OUT_NAMES]
-            if folders:
+            if folders := _mds_folders(candidate):
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
@@ -268,3 +262,11 @@ def find_splits(
         "or .npy files of a folder, name each in data.sources, as {name: x_train_000001.bin, "
         f"weight: 1}}; {_MAKE}"
     )
+
+
+def _mds_folders(path: Path) -> list[Path]:
+    """Return `path` if it is a folder of MDS shards, or else such folders in it for training."""
+    if (path / INDEX).is_file():
+        return [path]
+    folders = sorted(index.parent for index in path.glob(f"*/{INDEX}"))
+    return [folder for folder in folders if folder.name not in _HELD_OUT_NAMES]

@@ -112,10 +112,12 @@ def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str,
     start of the stream.
     """
     path = folder / POSITION
-    start = dict.fromkeys(sources, asdict(PartStart()))
-    position = load_object(path, f"remove {path}") if path.is_file() else {"starts": {}}
-    has_sources = position["starts"].keys() == start.keys()
-    return position if has_sources else {"starts": start, "ends": dict.fromkeys(sources, 0)}
+    if path.is_file():
+        position = load_object(path, f"remove {path}")
+        if position["starts"].keys() == {*sources}:
+            return position
+    starts = dict.fromkeys(sources, asdict(PartStart()))
+    return {"starts": starts, "ends": dict.fromkeys(sources, 0)}
 
 
 def bytes_below(folder: Path) -> int:
