@@ -15,7 +15,7 @@ from foundation.progress import Progress
 from packing.arrow import Split, write_packs
 from packing.chunks import Tokens
 from packing.pack import Arranged
-from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
+from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, ChatColumns, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
 from packing.sources import CHUNK_BYTES, open_source, reading_settings
 from packing.stream import PartStart, part_folder
@@ -56,8 +56,9 @@ class PackMaker(ExitStack):
         super().__init__()
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
-        self.source = open_source(settings, Records((), ()))
+        self.source = open_source(settings, WITHOUT_COLUMNS)
         # The manifest of the packs records `settings`, without the changes of `reading_settings`.
+        # These changes depend on the columns of the source.
         reading = reading_settings(settings, self.source)
         default = "best_fit" if reading.messages else "truncate"
         packing = {"packing": settings.packing or default}

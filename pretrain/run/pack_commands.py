@@ -22,8 +22,9 @@ from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.prepare import prepare, summary
-from packing.records import PLAIN, Records, TextTemplate, chat_columns
-from packing.sources import open_source, reading_settings
+from packing.records import PLAIN, WITHOUT_COLUMNS, TextTemplate, chat_columns
+from packing.settings import DataSettings
+from packing.sources import DatasetSource, FileSource, open_source, reading_settings
 from packing.store import find_splits, notes_of, open_packs
 from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
@@ -57,34 +58,37 @@ def tokenizer_command(options: argparse.Namespace) -> None:
             "command line: a tokenizer is trained on text, not on token ids; "
             "set `data.text` to a column of text, or to a template of columns"
         )
-    source = open_source(settings, Records((), ()))
+    source = open_source(settings, WITHOUT_COLUMNS)
     settings = reading_settings(settings, source)
     source.records = TextTemplate.parse(settings.text)
     if settings.messages:
         source.records = chat_columns(settings, PLAIN, (("eos_token", ""),))
     say(f"reading {source.description}")
-
-    def texts() -> Iterator[str]:
-        counts = Counts()
-        with Progress("learning", "characters") as line:
-            for chunk in source.chunks({}):
-                documents, chunk_counts = read_chunk(chunk, source.records)
-                # The document of a chat is a pair: the text of the chat, and the spans of its
-                # answers.
-                chunk_texts = [text if isinstance(text, str) else text[0] for text in documents]
-                yield from chunk_texts
-                counts += chunk_counts + Counts(documents=len(chunk_texts))
-                line.update(sum(map(len, chunk_texts)))
-                if line.n >= _MOST_TEXT:
-                    return
-        require_documents(settings, counts)
-
-    tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
+    tokenizer = train_tokenizer(_texts(source, settings), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
     size = tokenizer.get_vocab_size()
     print(f"{out}: byte-level BPE, {size:,} tokens")
     if size < options.vocabulary:
         print(f"The text has too few different words for {options.vocabulary:,} tokens.")
+
+
+def _texts(source: FileSource | DatasetSource, settings: DataSettings) -> Iterator[str]:
+    """Yield the texts of a source, until they have _MOST_TEXT characters.
+
+    Raises InputError if the source, which `settings` name, has no text.
+    """
+    counts = Counts()
+    with Progress("learning", "characters") as line:
+        for chunk in source.chunks({}):
+            documents, chunk_counts = read_chunk(chunk, source.records)
+            # The document of a chat is a pair: the text of the chat, and the spans of its answers.
+            texts = [text if isinstance(text, str) else text[0] for text in documents]
+            yield from texts
+            counts += chunk_counts + Counts(documents=len(texts))
+            line.update(sum(map(len, texts)))
+            if line.n >= _MOST_TEXT:
+                return
+    require_documents(settings, counts)
 
 
 # ── prepare ───────────────────────────────────────────────────────────────────────────────────────
