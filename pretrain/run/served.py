@@ -22,7 +22,7 @@ from pretrain.model.fused.layers import Stack, stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors
 from pretrain.precision.delayed_state import state_of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.layouts import LAYOUTS
+from pretrain.precision.layouts import LAYOUTS, Layout
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale
 from pretrain.precision.settings import LowPrecisionSettings, configured
@@ -86,10 +86,23 @@ def served_weights(
         weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
         quantized_values += weight.codes.numel()
+    unquantized = [name for name in linears if name not in stacks]
+    count = f"{quantized_values:,} in {precision_name}; all others are in BF16"
+    facts = {"quantized weights": count} | _facts_about(layout, precision, stacks, mixed)
+    return tensors, layout.config | {layout.kept_key: unquantized}, facts
+
+
+def _facts_about(
+    layout: Layout, precision: QuantizedPrecision, stacks: Mapping[str, Stack], mixed: list[str]
+) -> dict[str, str]:
+    """Return facts about the export, by title, for users of a server.
+
+    stacks: map the name of each linear that is quantized in the export to its product in training.
+    mixed: the names of linears that only training quantizes.
+    """
     format_name = layout.config.get("format", "blocks of 128 x 128")
     method = layout.config["quant_method"]
     facts = {
-        "quantized weights": f"{quantized_values:,} in {precision_name}; all others are in BF16",
         "layout": f"{method} ({format_name}), quantized as in the training forward",
         "activations": layout.activations,
     }
@@ -104,8 +117,7 @@ def served_weights(
             f"{plural(len(mixed), 'linear')} that training quantizes, such as {mixed[0]}; servers "
             "stack q, k and v, or gate and up, and training keeps a part of this stack in BF16"
         )
-    unquantized = [name for name in linears if name not in stacks]
-    return tensors, layout.config | {layout.kept_key: unquantized}, facts
+    return facts
 
 
 def _quantize_as_trained(
