@@ -58,18 +58,19 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed(cls, values: Any, info: ValidationInfo) -> Any:
-        """Drop removed keys of a record, and those with their former defaults of other files.
+        """Drop removed keys of a record. In other files, drop them if they have former defaults.
 
-        Other values of removed keys stay and are unknown keys.
+        A removed key with another value stays, and is reported as an unknown key.
         """
         if not isinstance(values, dict):
             return values
         is_record = info.context == _RECORD
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in cls.REMOVED or not (is_record or value == cls.REMOVED[key])
-        }
+        dropped = [
+            key
+            for key, default in cls.REMOVED.items()
+            if is_record or values.get(key, default) == default
+        ]
+        return {key: value for key, value in values.items() if key not in dropped}
 
     @field_validator("*", mode="before")
     @classmethod
