@@ -279,14 +279,15 @@ def spread(
     members: list[list[int]] = [[] for _ in range(bins)]
     load = [0] * bins
     lightest = [(0, number) for number in range(bins)]
-    for index in sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i)):
+    # `sorted` keeps the order of packs, microbatches and ranks with equal costs.
+    for index in sorted(range(len(costs)), key=lambda i: -int(costs[i])):
         _, number = heapq.heappop(lightest)
         members[number].append(index)
         load[number] += int(costs[index])
         if len(members[number]) < packs_per_bin:
             heapq.heappush(lightest, (load[number], number))
 
-    costliest_first = iter(sorted(range(bins), key=lambda number: (-load[number], number)))
+    costliest_first = iter(sorted(range(bins), key=lambda number: -load[number]))
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     total = [0] * ranks
     for _ in range(microbatches):
