@@ -117,7 +117,8 @@ def fetch(address: str) -> Path:
             raise FileNotFoundError("no such object or folder")
         objects = {path_for(f"{scheme}://{name}"): listed[name] for name in listed}
         copies = local if is_pattern else Path(glob.escape(str(local)), "**")
-        # The modification time of a copy is the version of its object.
+        # Delete copies of deleted and changed objects, and incomplete copies. The modification time
+        # of a copy is the version of its object.
         for copy in map(Path, glob.glob(str(copies), recursive=True)):
             if copy.is_file() and _version(objects.get(copy, {})) != copy.stat().st_mtime:
                 copy.unlink()

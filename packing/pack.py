@@ -201,6 +201,7 @@ class _OpenPacks:
 
     def tightest(self, size: int) -> int:
         """Return the room of the fullest pack that can take `size` tokens."""
+        # The lowest set bit is the smallest room that suffices.
         fitting = self._rooms >> size
         return size + (fitting & -fitting).bit_length() - 1
 

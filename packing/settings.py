@@ -63,12 +63,15 @@ def files_of(name: str) -> list[Path]:
     read.
     """
     paths = [Path(name)]
-    parts: list[str] = ["**", "*"] if os.path.isdir(name) else []
-    if not os.path.lexists(name):
+    parts: list[str] = []
+    if os.path.isdir(name):
+        parts = ["**", "*"]
+    elif not os.path.lexists(name) and glob.has_magic(name):
         paths = [Path()]
-        parts = [*Path(name).parts] if glob.has_magic(name) else []
+        parts = [*Path(name).parts]
         # A `**` stands for folders, so `*` selects the files in them.
-        parts += ["*"] if name.endswith("**") else []
+        if name.endswith("**"):
+            parts.append("*")
     for part in parts:
         step = _folders_below if part == "**" else partial(_matches, part)
         paths = [inner for path in paths if path.is_dir() for inner in step(path)]

@@ -154,7 +154,7 @@ def checkpoint_of(source: Path, *, best: bool = False) -> tuple[Path, Path]:
     source = _best_checkpoint(source) if best else source
     is_run = (source / "checkpoints").is_dir()
     run_dir = source if is_run else source.absolute().parent.parent
-    # A folder without checkpoints is returned unchanged.
+    # For a run folder without a checkpoint, `newest_in` returns the run folder.
     checkpoint = newest_in(source)
     if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(
