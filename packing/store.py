@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Literal, overload
 
 import numpy as np
 
@@ -126,6 +127,14 @@ def notes_of(packs: Packs) -> list[str]:
 
 
 # ── Opening ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@overload
+def open_packs(settings: DataSettings, split: Literal["train"]) -> Packs: ...
+
+
+@overload
+def open_packs(settings: DataSettings, split: Split) -> Packs | None: ...
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:

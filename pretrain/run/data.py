@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         prepare(settings, progress=is_main_process)
-    return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
+    return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 
 
 def require_prepared(settings: DataSettings, recipe: Path) -> None:

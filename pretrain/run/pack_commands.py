@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from foundation.errors import InputError
 from foundation.progress import Progress, say
-from packing.arrow import MANIFEST, ArrowPacks, Packs
+from packing.arrow import MANIFEST, ArrowPacks
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, WITHOUT_COLUMNS, TextTemplate, chat_columns
@@ -98,7 +97,7 @@ def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
     settings = load_data(options.recipe)
     folder = prepare(settings, reports_existing=True)
-    for note in notes_of(cast(Packs, open_packs(settings, "train"))):
+    for note in notes_of(open_packs(settings, "train")):
         say(note)
     print(folder)
 
