@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from typing import cast
 
 import torch
 import yaml
@@ -25,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import cell, count, plural
-from packing.arrow import Packs
 from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -229,23 +227,26 @@ def forward_scales(checkpoint: Path) -> dict[str, Tensor]:
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
     """Return the tokenizer that the run in `run_dir` was trained with.
 
-    If the tokenizer is missing or has changed, return None and the reason.
+    If the tokenizer is missing or has changed, return None and the reason. Otherwise, the reason is
+    empty.
     """
     try:
         environment = load_object(run_dir / "environment.json", "start the run again to write it")
         data = None
         # Open only existing packs. An export does not prepare packs.
         if recipe.data.packs.exists():
-            data = Data(cast(Packs, open_packs(recipe.data, "train")), None)
+            data = Data(open_packs(recipe.data, "train"), held_out=None)
         tokenizer = load_tokenizer(recipe.data, recipe.model, data)
         fingerprint = fingerprint_in_use(recipe.data, recipe.model, data)
     except InputError as error:
         return None, str(error)
-    if tokenizer is not None and environment.get("tokenizer_fingerprint") != fingerprint:
+    if tokenizer is None:
+        return None, "neither `data.tokenizer` nor the packs have a tokenizer.json"
+    if environment.get("tokenizer_fingerprint") != fingerprint:
         return None, (
             f"the tokenizer of {recipe.data.packs} has changed since the training; restore it"
         )
-    return tokenizer, "neither `data.tokenizer` nor the packs have a tokenizer.json"
+    return tokenizer, ""
 
 
 # ── The end of a run ──────────────────────────────────────────────────────────────────────────────
