@@ -343,5 +343,5 @@ def _view(array: pa.Array, dtype: type) -> np.ndarray:
     `to_numpy` would return the same array, but it imports pandas if pandas is installed.
     """
     return np.frombuffer(
-        array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8
+        array.buffers()[1], dtype, len(array), offset=array.offset * array.type.bit_width // 8
     )

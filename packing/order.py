@@ -62,7 +62,7 @@ class Mixture:
     @classmethod
     def alone(cls, count: int) -> Mixture:
         """Return the mixture of one source with `count` packs."""
-        return cls(("",), (count,), (1.0,), (1.0,))
+        return cls(names=("",), counts=(count,), weights=(1.0,), tokens_per_pack=(1.0,))
 
     def shares_of_packs(self) -> list[float]:
         """Return the share of each source in the packs. The shares sum to 1.

@@ -125,7 +125,9 @@ class PackMaker(ExitStack):
         if self.settings.stream:
             path = part_folder(path, start.number)
             first = start.first + len(arranged.layouts["train"])
-            after = PartStart(start.number + 1, epoch, arranged.tokens.after, first)
+            after = PartStart(
+                start.number + 1, epoch=epoch, place=arranged.tokens.after, first=first
+            )
             statistics["stream"] = {"start": asdict(start), "after": asdict(after)}
         packs = {split: arranged.packs(split, self.tokenizer.padding) for split in splits}
         with as_input_error(

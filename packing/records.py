@@ -132,7 +132,7 @@ class Records:
 
 
 # Rule for callers that read columns and no documents.
-WITHOUT_COLUMNS = Records((), ())
+WITHOUT_COLUMNS = Records(columns=(), optional=())
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class TextTemplate(Records):
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
         """Return the template for the value of `data.text`. Raise InputError if it is invalid."""
         if "{" not in text and "}" not in text:
-            return cls((text,), (), (("", text),), end)
+            return cls(columns=(text,), optional=(), pieces=(("", text),), end=end)
         with as_input_error(
             (ValueError,),
             f"data: the template {text!r} is not valid",
@@ -163,7 +163,7 @@ class TextTemplate(Records):
                 raise ValueError("a column may not have a format or a conversion")
         pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         columns = tuple(dict.fromkeys(name for _, name in pieces if name is not None))
-        return cls(columns, (), pieces, end)
+        return cls(columns, optional=(), pieces=pieces, end=end)
 
     def fill(self, record: dict[str, Any]) -> str:
         # The last piece may have no column.
@@ -560,10 +560,12 @@ def chat_columns(
     """
     optional = ("tools",) if _has_word(template, "tools") else ()
     if isinstance(settings.messages, str):
-        return ChatColumns((settings.messages,), optional, (), template, tokens)
+        return ChatColumns(
+            (settings.messages,), optional, pair=(), template=template, tokens=tokens
+        )
     pair = tuple(map(TextTemplate.parse, settings.messages or ()))
     columns = tuple(dict.fromkeys(name for part in pair for name in part.columns))
-    return ChatColumns(columns, optional, pair, template, tokens)
+    return ChatColumns(columns, optional, pair=pair, template=template, tokens=tokens)
 
 
 def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:

@@ -232,11 +232,11 @@ def _real_files(name: str) -> set[str]:
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
     """Return `settings`, changed for reading `source` if necessary.
 
-    If `source` has a column of chats, `messages` is set. `messages` stays unchanged if
-    `settings` choose columns, or if the source has a column `text` or `input_ids` and `settings`
-    choose no chat template. Text files have no columns, so all keys that choose columns are set to
-    their defaults.
+    If `settings` choose no columns and the source has a column of chats, `messages` is set to this
+    column. But if the source also has a column `text` or `input_ids`, `messages` is set only if
+    `settings` choose a chat template.
     """
+    # Text files have no columns, so set the keys that choose columns to their defaults.
     if source.kind == "text":
         return settings.model_copy(
             update={key: SourceSettings.model_fields[key].default for key in RECORD}
@@ -279,7 +279,8 @@ class FileSource:
     @property
     def columns(self) -> set[str]:
         """Names of all columns in the first records. A source of text files has none."""
-        return column_names(next(self.chunks({}), Chunk("text", "", 0, b"", {})))
+        first = next(self.chunks({}), None)
+        return column_names(first) if first else set()
 
     def chunks(self, begin: Offset, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
@@ -291,7 +292,8 @@ class FileSource:
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):
             if self.kind == "text":
-                yield Chunk("text", str(path), 0, b"", {"file": number + 1})
+                after = {"file": number + 1}
+                yield Chunk("text", origin=str(path), first=0, payload=b"", after=after)
                 continue
             offset = begin if number == first else {}
             readers = {
@@ -335,7 +337,9 @@ class FileSource:
                     byte_offset += cut
                     line += payload.count(b"\n")
                     after = {"at": byte_offset, "line": line}
-                    yield Chunk("jsonl", f"{path}:", first, payload, after)
+                    yield Chunk(
+                        "jsonl", origin=f"{path}:", first=first, payload=payload, after=after
+                    )
 
     def _array_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
@@ -346,7 +350,13 @@ class FileSource:
         for number, record in enumerate(records[first:], first + 1):
             payload += json.dumps(record).encode() + b"\n"
             if len(payload) >= size or number == len(records):
-                yield Chunk("jsonl", f"{path}, record ", first, bytes(payload), {"record": number})
+                yield Chunk(
+                    "jsonl",
+                    origin=f"{path}, record ",
+                    first=first,
+                    payload=bytes(payload),
+                    after={"record": number},
+                )
                 first = number
                 payload.clear()
 
@@ -582,9 +592,9 @@ def _table_chunks(
             first = end_row - len(unread) + start
             yield Chunk(
                 "table",
-                f"{origin}, row ",
-                first,
-                sink.getvalue().to_pybytes(),
-                {"at": first + len(piece)},
-                tuple(columns),
+                origin=f"{origin}, row ",
+                first=first,
+                payload=sink.getvalue().to_pybytes(),
+                after={"at": first + len(piece)},
+                columns=tuple(columns),
             )

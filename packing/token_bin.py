@@ -156,8 +156,8 @@ def _read_index(path: Path, token_file: Path) -> tuple[str, np.ndarray]:
         content = path.read_bytes()
         *magic, number, sequences, boundaries = struct.unpack_from("<9sQBQQ", content)
         dtype = _INDEX_DTYPES[number]
-        lengths = np.frombuffer(content, "<i4", sequences, 34)
-        documents = np.frombuffer(content, "<i8", boundaries, 34 + 12 * sequences)
+        lengths = np.frombuffer(content, "<i4", sequences, offset=34)
+        documents = np.frombuffer(content, "<i8", boundaries, offset=34 + 12 * sequences)
         offsets = np.append(0, np.cumsum(lengths, dtype=np.int64))
         is_index = magic == [b"MMIDIDX\0\0", 1] and documents[-1] == sequences
         is_ascending = min(lengths.min(initial=0), np.diff(documents, prepend=0).min()) >= 0
