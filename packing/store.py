@@ -173,6 +173,7 @@ def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     openers = find_splits(
         folder_of(settings), settings.length, settings.tokenizer, settings.token_dtype
     )
+    # Packs that were made elsewhere may have only one split.
     must_split = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not must_split:
         return None

@@ -263,6 +263,7 @@ def _normalize(variables: dict[str, str]) -> dict[str, Any]:
     """
     lowered = {variable.lower(): text for variable, text in variables.items()}
     values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
+    # Accelerate passes `override_linear_precision` as three variables, one for each GEMM.
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
     # On Accelerate's command line the value is lower case: `--fp8_backend te`.

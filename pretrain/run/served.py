@@ -148,6 +148,7 @@ def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, Stack]:
     Raises InputError if audit.json has no record of the precision.
     """
     audit = load_object(run_dir / "audit.json", "start the run again to write it")
+    # Without phases of precision, audit.json is the record of the only precision.
     audit = audit.get("precisions", {}).get(precision_name, audit)
     if audit["effective"] != precision_name:
         raise InputError(

@@ -224,9 +224,10 @@ def largest_size_within(
     if previous_bytes > limit:
         return 0
     largest = int(first) if first in sizes else 0
-    following = [size for size in sizes if size > first][:1]
-    while following:
-        packs = following[-1]
+    # Sizes that are predicted to fit. The next trial has the largest of them.
+    candidates = [size for size in sizes if size > first][:1]
+    while candidates:
+        packs = candidates[-1]
         used = most_used(packs)
         if used > limit:
             sizes = [size for size in sizes if size < packs]
@@ -235,11 +236,10 @@ def largest_size_within(
         bytes_per_pack = max((used - previous_bytes) / (packs - previous_packs), 0)
         previous_packs = packs
         previous_bytes = used
-        following = [
+        candidates = [
             size
             for size in sizes
-            if (largest or packs) < size <= 4 * packs
-            and used + (size - packs) * bytes_per_pack <= limit
+            if largest < size <= 4 * packs and used + (size - packs) * bytes_per_pack <= limit
         ]
     return largest
 
