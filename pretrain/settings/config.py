@@ -225,6 +225,17 @@ def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recip
     if recipe.weights != "auto":
         return recipe
     usual = usual_weights(recipe, on_gpu=on_gpu)
+    recorded = _recorded_weights(recipe, usual, resume)
+    values = [weights for weights in recorded if weights in WEIGHT_DTYPES]
+    return recipe.model_copy(update={"weights": next(iter(values), usual)})
+
+
+def _recorded_weights(recipe: Recipe, usual: Weights, resume: str) -> list[Any]:
+    """Return the setting `weights` in each config.yaml that the run of `recipe` may have written.
+
+    usual: the value of a new run.
+    resume: the value of --resume.
+    """
     # The name of the default folder contains the weights. FP32 weights are the default of earlier
     # versions on a GPU.
     folders = [
@@ -239,9 +250,8 @@ def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recip
     address = run_address_of(recipe)
     # Another machine has stored the run, which will be copied to this one.
     if not recorded and is_address(address):
-        recorded = _stored_weights(address)
-    values = [weights for weights in recorded if weights in WEIGHT_DTYPES]
-    return recipe.model_copy(update={"weights": next(iter(values), usual)})
+        return _stored_weights(address)
+    return recorded
 
 
 def _stored_weights(address: str) -> list[Any]:
