@@ -164,11 +164,9 @@ class MDSPacks(Packs):
         sample = self._shards[0].sample(0)
         tokens = sample.pop(_token_column(sample), ())
         self.length = length or len(tokens)
-        # If the attention mask does not have one value per token, it has the lengths of documents.
-        has_lengths = np.size(sample.get(MASK, tokens)) != np.size(tokens)
         # Id of the token that ends or begins a document, or None if columns mark documents.
         self._end_token: int | None = None
-        if tokenizer and not has_lengths and sample.keys().isdisjoint(BOUNDARIES):
+        if tokenizer and not _marks_documents(sample, tokens):
             self._end_token = load_tokenizer(tokenizer).special.get("eos")
         self._eos_begins = False
         notes = []
@@ -258,6 +256,13 @@ class MDSPacks(Packs):
     def verify(self) -> None:
         for shard in self._shards:
             check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
+
+
+def _marks_documents(sample: Mapping[str, Any], tokens: Any) -> bool:
+    """Return True if a column of a sample with these `tokens` marks where documents end."""
+    # If the attention mask does not have one value per token, it has the lengths of documents.
+    has_lengths = np.size(sample.get(MASK, tokens)) != np.size(tokens)
+    return has_lengths or not sample.keys().isdisjoint(BOUNDARIES)
 
 
 def _token_column(sample: Mapping[str, Any]) -> str:

@@ -80,6 +80,8 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     name = next((name for name in BOUNDARIES if name in columns), None)
     if name is not None:
         numbers = _numbers_in(name, columns[name].astype(np.int64))
+    # A mask with one number for each token marks padding by 0, and may number the documents. Any
+    # other mask has the lengths of the documents.
     if mask is not None and len(mask) == width and mask.min(initial=0) >= 0:
         is_real = mask > 0
         if mask.max(initial=0) > 1:
@@ -105,7 +107,8 @@ def _numbers_in(name: str, values: np.ndarray) -> np.ndarray:
     if name in _OFFSETS:
         return _from_lengths(np.diff(values[values >= 0]))
     if name in _POSITIONS:
-        # A document starts where a position is not the previous position plus one.
+        # A document starts where a position is not the previous position plus one. So subtract the
+        # index of each token, and add the number of tokens, so that no difference is negative.
         return values + np.arange(len(values), 0, -1)
     return values
 
