@@ -59,7 +59,7 @@ class Data:
         the packs has the file tokenizer.json, and the chat template if the documents are chats.
         """
         files = [packs.path / name for packs in self.train.by_source.values()]
-        return next((file for file in files if file.is_file()), None)
+        return next(filter(Path.is_file, files), None)
 
     @property
     def squared_length_per_token(self) -> float:

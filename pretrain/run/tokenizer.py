@@ -268,7 +268,7 @@ def _location(settings: DataSettings, model: ModelSettings, data: Data | None) -
     # no such weights.
     source = None if model.from_scratch and file else model.source
     locations = [settings.tokenizer or source, str(file) if file else None]
-    return next((location for location in locations if fingerprint_at(location)), None)
+    return next(filter(fingerprint_at, locations), None)
 
 
 def tokenizer_in(location: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
