@@ -63,10 +63,10 @@ class PackMaker(ExitStack):
         default = "best_fit" if reading.messages else "truncate"
         packing = {"packing": settings.packing or default}
         self.settings = settings.model_copy(update=packing)
-        self.reading = reading.model_copy(update=packing)
-        self.records = records_of(self.reading, self.tokenizer)
+        self.reading_settings = reading.model_copy(update=packing)
+        self.records = records_of(self.reading_settings, self.tokenizer)
         self.source.records = self.records
-        self._workers = self.enter_context(Workers(self.reading, processes))
+        self._workers = self.enter_context(Workers(self.reading_settings, processes))
 
     def key(self) -> dict[str, Any]:
         """Return all values that determine the tokens of this source.
@@ -101,7 +101,7 @@ class PackMaker(ExitStack):
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
         share = self.settings.held_out if held_out else 0.0
-        settings = self.reading.model_copy(update={"held_out": share})
+        settings = self.reading_settings.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, text_files=self.source.kind == "text")
 
     def write(self, start: PartStart, arranged: Arranged, epoch: int = 0) -> dict[str, Any]:

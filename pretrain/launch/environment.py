@@ -120,8 +120,9 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     requested, inherited = take_requested_precision(environ)
     chosen = [PRECISIONS[name] for _, name in phases_of(recipe.precision)] or [requested]
     quantized = [precision for precision in dict.fromkeys(chosen) if precision.quantized]
-    # An unquantized precision accepts no options, so its name is needed only for the message.
-    _check_options(recipe.fp8_config, quantized or chosen[:1], "precision")
+    # An unquantized precision accepts no options, so one of them suffices for the message.
+    relevant = quantized or chosen[:1]
+    _check_options(recipe.fp8_config, relevant, "precision")
     if quantized != [requested]:
         # The options are for another precision.
         inherited = inherited.without_options()
@@ -129,8 +130,8 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
     # Several precisions have different defaults, so unset options stay unset.
-    if len(quantized) < 2:
-        settings = settings.resolved((quantized or chosen)[0].name)
+    if len(relevant) == 1:
+        settings = settings.resolved(relevant[0].name)
     return recipe.model_copy(
         update={"precision": recipe.precision or requested.name, "fp8_config": settings}
     )

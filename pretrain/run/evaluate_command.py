@@ -62,18 +62,18 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError if the recipe or the weights cannot be evaluated.
     """
     path, overrides, datasets = arguments_of_evaluate(options)
-    trained = load_recipe(path, overrides)
-    names, skipped = supported_precisions(options.precisions or [], trained)
+    recipe_of_run = load_recipe(path, overrides)
+    names, skipped = supported_precisions(options.precisions or [], recipe_of_run)
     # Set the folder of the run before --precisions replaces its precision, because the name of the
     # default folder contains the precision.
     environment = dict(os.environ)  # a copy, because `with_precision` removes variables
-    trained = with_weights(
-        with_precision(trained, environment), on_gpu=count_gpus() > 0, resume=options.resume
+    recipe_of_run = with_weights(
+        with_precision(recipe_of_run, environment), on_gpu=count_gpus() > 0, resume=options.resume
     )
-    run_address = run_address_of(trained)
+    run_address = run_address_of(recipe_of_run)
     overrides += [f"run_dir={run_address}", *precision_overrides(names)]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
-    recipe = recipe.model_copy(update={"weights": trained.weights})
+    recipe = recipe.model_copy(update={"weights": recipe_of_run.weights})
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:
