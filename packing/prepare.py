@@ -205,8 +205,10 @@ def check_sources(settings: DataSettings) -> None:
     _check_folder_of_streams(settings)
     for source in all_sources(settings):
         if source.source is None:
+            # Raise InputError if there are no packs.
             find_splits(source.packs, source.length)
-        # Ranks would copy objects of object storage at the same time.
+        # Raise InputError if there is no such source. Ranks do not open it, because they would copy
+        # objects of object storage at the same time.
         elif not holds_packs_of(source) and not _is_rank():
             open_source(source, records_of(source, load_tokenizer(str(source.tokenizer))))
 

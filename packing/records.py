@@ -299,7 +299,8 @@ class ChatColumns(Records):
             raise ValueError(
                 f"a message has a content that is not a text, but {shown(content)}; {_CONVERT}"
             )
-        # A template would write a call for each character of a JSON text.
+        # Raise ValueError if the calls are a JSON text, because a template would write a call for
+        # each of its characters.
         if self._reads("tool_calls"):
             _objects("message.tool_calls", values.get("tool_calls"), _CALLS)
         if values.get("weight", 1) not in (0, 1):

@@ -242,6 +242,7 @@ def find_splits(
     """
     address = address_of(path)
     if is_address(address):
+        # Copy the packs from object storage to `path`.
         fetch(address)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")

@@ -343,6 +343,7 @@ class PackedDataset(Dataset[Pack]):
         them. The first token of a document is no label.
         """
         batch = build_microbatch(packs, mask_boundaries=self.mask_boundaries)
+        # Drop the offsets of empty documents, which are repeated.
         ends = batch.cu_seqlens.unique()
         return {
             "input_ids": batch.input_ids,

@@ -29,6 +29,7 @@ def check_train(options: argparse.Namespace) -> None:
     check_checkpoint(options.resume)
     for source in all_sources(recipe.data):
         if source.source is None:
+            # Raise InputError if there are no packs.
             find_splits(source.packs, source.length)
 
 

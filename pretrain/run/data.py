@@ -165,6 +165,7 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
             recorded = packs.tokenizer or {}
             if recorded.get("vocab_size", math.inf) > vocab_size:
                 for index in evenly(len(packs), _SCANNED_PACKS):
+                    # Raise InputError if a token id is not below `vocab_size`.
                     read_pack(packs, index, vocab_size)
 
 

@@ -128,6 +128,7 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
     stored_as: the setting `weights` that determines the dtype of the parameters.
     """
     hf = huggingface.build_on_meta(load_config(recipe.model))
+    # Set the dtype of the parameters. They have no values to round.
     huggingface.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
     if recipe.model.weights_source is not None:
         huggingface.load_generation_config(hf, recipe.model)

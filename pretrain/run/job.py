@@ -246,6 +246,7 @@ def check_recipe(
     unsupported_because: function that checks a precision against the devices that will train.
     processes: the number of processes that will train, or None if it is not known.
     """
+    # Raise InputError for an unknown name in braces, in `train.begin_with` or in `run_dir`.
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
     check_trackers(recipe.log)

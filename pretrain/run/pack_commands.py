@@ -39,6 +39,7 @@ _MOST_TEXT = 10**9
 def tokenizer_command(options: argparse.Namespace) -> None:
     """Train a tokenizer on a source and save it in a new folder."""
     out = options.out
+    # The data section needs `packs` and `tokenizer`, but their values are not used here.
     settings = load_data(
         [
             f"data.source={options.source}",

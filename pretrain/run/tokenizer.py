@@ -174,6 +174,7 @@ def tokenizer_for(
                 "`evaluate.samples` needs a tokenizer to encode the prompts, but there is none; "
                 "set `data.tokenizer`"
             )
+        # Raise InputError if the prompt is too long.
         encoded_prompt(tokenizer, prompt, model_config)
     return tokenizer
 
