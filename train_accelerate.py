@@ -236,9 +236,7 @@ def build(
     # The microbatch is None if the recipe has `batch.microbatch: auto`.
     if job.plan.microbatch is None:
         with console.progress("finding the microbatch"):
-            microbatch = startup.choose_microbatch(
-                job, assembly, point.record if point else None, accelerator
-            )
+            microbatch = startup.choose_microbatch(job, assembly, point, accelerator)
         job = job.with_settings("batch", microbatch=microbatch)
 
     run = Run(

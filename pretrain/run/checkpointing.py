@@ -233,7 +233,7 @@ def load_weights(
     Histories of delayed scaling are loaded only if the checkpoint has exactly the histories that
     the run has.
     """
-    saved: Weights = point.record["identity"]["weights"]
+    saved: Weights = point.state_json["identity"]["weights"]
     live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(point, assembly)
     optional = (PREFIX, "remainder/")
     if saved == mode:
@@ -300,10 +300,10 @@ def needs_new_histories(point: ResumePoint, assembly: Assembly, job: Job) -> boo
     """
     if not assembly.context.state():
         return False
-    changed = changed_keys(point.record["identity"], job.identity)
+    changed = changed_keys(point.state_json["identity"], job.identity)
     return (
         any(key.startswith(KEYS_OF_GRADIENT_SCALES) for key in changed)
-        or point.record["precision"] != assembly.context.current.name
+        or point.state_json["precision"] != assembly.context.current.name
         or not loadable_histories(point, assembly)
     )
 
@@ -322,7 +322,7 @@ def resume_precision(run: Run, point: ResumePoint) -> None:
     require_restored(point, run)
     schedule = run.assembly.schedule
     precisions = {active.name: active for active in schedule.precisions}
-    active = precisions.get(point.record["precision"])
+    active = precisions.get(point.state_json["precision"])
     if point.is_branch or active is None:
         active = schedule.at(run.state.step + 1)
     run.assembly.context.current = active
@@ -376,8 +376,8 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     run trains the bad step again, and rolls back again.
     """
     state = run.state
-    path, record = _checkpoint_before(run.checkpoints, state)
-    step = record["progress"]["step"]
+    path, state_json = _checkpoint_before(run.checkpoints, state)
+    step = state_json["progress"]["step"]
     discarded = state.step - step
     rollbacks = run.health.state.rollbacks + 1
     reason = f"step {state.step}: {reason}"
@@ -402,7 +402,7 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
     is_own = run.checkpoints.owns(path)
     return RollbackPoint(
         path=path,
-        record=record,
+        state_json=state_json,
         is_branch=not is_own,
         in_run_folder=is_own,
         past=run.past,
@@ -418,10 +418,10 @@ def _checkpoint_before(checkpoints: Checkpoints, state: TrainState) -> tuple[Pat
     """
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
-    record = checkpoints.read_state(path)
+    state_json = checkpoints.read_state(path)
     # If the run has discarded more steps than this checkpoint has recorded, a training from it has
     # failed once. Then choose an older checkpoint, or the same one if there is no older one.
-    if record["progress"]["left_out"] != state.left_out:
-        path = checkpoints.newest(before=record["progress"]["step"]) or path
-        record = checkpoints.read_state(path)
-    return path, record
+    if state_json["progress"]["left_out"] != state.left_out:
+        path = checkpoints.newest(before=state_json["progress"]["step"]) or path
+        state_json = checkpoints.read_state(path)
+    return path, state_json

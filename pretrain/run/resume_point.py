@@ -42,8 +42,8 @@ class ResumePoint:
     """The checkpoint that a run continues from, with notes for the user."""
 
     path: Path
-    # The content of the checkpoint's state.json.
-    record: Mapping[str, Any]
+    # The content of the checkpoint's state.json (`_state_to_save` of `pretrain.run.checkpointing`).
+    state_json: Mapping[str, Any]
     # True if the run starts a new training from another run's checkpoint (`train.begin_with`).
     is_branch: bool = False
     # True if the checkpoint is in the run folder.
@@ -57,7 +57,7 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """Return the number of training steps before the checkpoint."""
-        return self.record["progress"]["step"]
+        return self.state_json["progress"]["step"]
 
     @property
     def health(self) -> HealthState:
@@ -66,7 +66,7 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = dict(self.record["health"])
+        saved = dict(self.state_json["health"])
         if self.is_branch:
             return HealthState(losses=saved["losses"])
         saved.pop("usual_gap", None)  # in checkpoints of runs with the former key `log.gap`
@@ -79,7 +79,7 @@ class ResumePoint:
         pack.
         """
         return job.data.stream is not None and (
-            self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+            self.state_json["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
         )
 
     def place(self, job: Job) -> int:
@@ -90,14 +90,14 @@ class ResumePoint:
         """
         if self.is_of_another_stream(job):
             return 0
-        tokens = self.record["progress"]["place"] * self.record["identity"]["data.length"]
+        tokens = self.state_json["progress"]["place"] * self.state_json["identity"]["data.length"]
         # Round up, so that no token is read twice.
         return -(-tokens // job.recipe.data.length)
 
     def state(self, job: Job) -> TrainState:
         """Return the counters of the continued run at its start."""
         counters = {"steps": job.plan.steps, "place": self.place(job)}
-        return TrainState(**self.record["progress"] | counters)
+        return TrainState(**self.state_json["progress"] | counters)
 
 
 def where_to_resume(
@@ -128,7 +128,7 @@ def where_to_resume(
         require_no_other_training(job)
     loss_chunk = job.plan.loss.tokens_at_once
     if point is not None:
-        changes = changes_since(point.record, job)
+        changes = changes_since(point.state_json, job)
         if not accept_changes:
             require_same_training(point, changes, job)
         require_steps_to_train(point, job)
@@ -137,7 +137,7 @@ def where_to_resume(
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
             # bit.
-            loss_chunk = point.record["loss_chunk"]
+            loss_chunk = point.state_json["loss_chunk"]
     return job.with_settings("loss", chunk=loss_chunk), checkpoints, point
 
 
@@ -177,21 +177,19 @@ def find_checkpoint(
 # ── Compare the checkpoint's settings with the run's settings ─────────────────────────────────────
 
 
-def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
+def changes_since(state_json: Mapping[str, Any], job: Job) -> Changes:
     """Return the settings that differ between a checkpoint and the job.
-
-    record: the content of the checkpoint's state.json.
 
     The settings of the schedule are not included if they do not change the steps before the
     checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
     # The identity of a training with AdamW lacks the name of the optimizer.
-    saved = {"optimizer.name": "adamw"} | record["identity"]
+    saved = {"optimizer.name": "adamw"} | state_json["identity"]
     present = {"optimizer.name": "adamw"} | job.identity
     # This former key had no effect unless it was true.
     if not saved.get("fp8_config.use_f32_scales"):
         saved.pop("fp8_config.use_f32_scales", None)
-    ignored = _SCHEDULE if repeats_past(record, job) else ()
+    ignored = _SCHEDULE if repeats_past(state_json, job) else ()
     return {
         key: (saved.get(key), present.get(key))
         for key in changed_keys(saved, present)
@@ -199,19 +197,16 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     }
 
 
-def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
-    """Return the schedule of a checkpoint's learning rate.
-
-    record: the content of the checkpoint's state.json.
-    """
-    identity = record["identity"]
+def saved_schedule(state_json: Mapping[str, Any]) -> RateSchedule:
+    """Return the schedule of the learning rate in the state.json of a checkpoint."""
+    identity = state_json["identity"]
     settings = {
         key.removeprefix("schedule."): value
         for key, value in identity.items()
         if key.startswith("schedule.")
     }
     peak = identity["optimizer.learning_rate"]
-    return ScheduleSettings(**settings), peak, record["progress"]["steps"]
+    return ScheduleSettings(**settings), peak, state_json["progress"]["steps"]
 
 
 def in_words(changes: Changes) -> str:
@@ -252,32 +247,30 @@ def with_changes(point: ResumePoint, changes: Changes) -> ResumePoint:
 
 def _past(point: ResumePoint, changes: Changes) -> dict[str, Any]:
     """Return the `past` of `point`. See `with_changes`."""
-    past = point.record["past"]
+    past = point.state_json["past"]
     changed = [] if point.is_branch else list(past["changed"])
     if changes and not point.is_branch:
         was = {key: saved for key, (saved, _) in changes.items()}
         changed.append({"step": point.step, "was": was})
-    counted = past if point.in_run_folder else point.record["progress"]
+    counted = past if point.in_run_folder else point.state_json["progress"]
     return {"changed": changed, "left_out": counted["left_out"]}
 
 
-def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
+def repeats_past(state_json: Mapping[str, Any], job: Job) -> bool:
     """Return True if the job's schedule does not change the steps before a checkpoint.
-
-    record: the content of the checkpoint's state.json.
 
     The schedules are compared as functions of the step: each past step must have the learning rate
     and the precision that it would have in an uninterrupted run of the job. So the number of steps,
     and everything that begins later, such as the decay, may differ.
     """
-    progress = record["progress"]
-    saved = saved_schedule(record)
+    progress = state_json["progress"]
+    saved = saved_schedule(state_json)
     present = job.recipe.schedule, job.recipe.optimizer.learning_rate, job.plan.steps
     if saved == present:
         return True
     precisions = job.plan.schedule
     # The saved phases are those of the job, unless `precision` has changed.
-    if "precision" in changed_keys(record["identity"], job.identity) and precisions.changes:
+    if "precision" in changed_keys(state_json["identity"], job.identity) and precisions.changes:
         return False
     saved_precisions = replace(precisions, steps=progress["steps"])
 
@@ -335,7 +328,7 @@ def require_steps_to_train(point: ResumePoint, job: Job) -> None:
     a number of steps.
     """
     plan = job.plan
-    tokens = point.record["progress"]["tokens"]
+    tokens = point.state_json["progress"]["tokens"]
     if job.recipe.train.steps is None and tokens != point.step * plan.tokens_per_step:
         steps_to_train = math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step)
         steps = point.step + max(steps_to_train, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from pretrain.plan.plan import SAVE_MEMORY
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.evaluate import held_out_sums, metrics_from_sums
 from pretrain.run.job import Job
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 from pretrain.verify.random_documents import LONGEST
@@ -100,12 +101,11 @@ class ExpertLoads(Observer):
 
 
 def choose_microbatch(
-    job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
+    job: Job, assembly: Assembly, point: ResumePoint | None, accelerator: Accelerator
 ) -> int:
     """Return the number of packs in a microbatch, for the setting `batch.microbatch: auto`.
 
-    resumed: the content of the checkpoint's state.json if the run continues from a checkpoint, else
-        None.
+    point: the checkpoint that the run continues from, or None.
 
     A resumed run keeps the microbatch of the checkpoint if it has the same number of processes.
     Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
@@ -118,12 +118,10 @@ def choose_microbatch(
     """
     plan = job.plan
     device = accelerator.device
-    if (
-        resumed is not None
-        and resumed["world_size"] == accelerator.num_processes
-        and resumed["microbatch"] in plan.microbatch_sizes
-    ):
-        return resumed["microbatch"]
+    if point is not None and point.state_json["world_size"] == accelerator.num_processes:
+        microbatch = point.state_json["microbatch"]
+        if microbatch in plan.microbatch_sizes:
+            return microbatch
     if device.type != "cuda":
         # No trials on a CPU, because the system kills a process if the host memory is full.
         return plan.expected_microbatch

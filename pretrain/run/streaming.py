@@ -39,8 +39,8 @@ def start_stream(
     if stream is None:
         return
     # Read from the first pack if there is no checkpoint, or if it belongs to another stream.
-    record = {} if point is None or point.is_of_another_stream(job) else point.record
-    stream.start_at(record.get("stream"))
+    saved = {} if point is None or point.is_of_another_stream(job) else point.state_json
+    stream.start_at(saved.get("stream"))
     stream.packer = raise_on_all_ranks(
         lambda: (
             PackerProcess(job.recipe.data, stream.position) if accelerator.is_main_process else None

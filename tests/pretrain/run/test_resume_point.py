@@ -305,7 +305,7 @@ def test_the_place_after_rollbacks_skips_the_discarded_packs(jobs: Jobs) -> None
         event = {"left_out": state.left_out + state.step + steps - point.step, "rollbacks": 1}
         source = RollbackPoint(
             point.path,
-            point.record,
+            point.state_json,
             next_place=state.place + steps * job.plan.packs_per_step,
             event=event,
         )
