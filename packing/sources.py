@@ -458,33 +458,21 @@ class DatasetSource:
         next row (`row`), the state of the dataset before the batch that has this row (`state`), and
         the number of earlier rows in this batch (`skip`).
         """
-        data = self._data
+        # Names of all columns, or an empty list if the dataset does not state them.
+        names = list(self._data.features or ())
         import datasets
 
         row = begin.get("row", 0)
-        # The state of the dataset before the batch that is read next, or None at the beginning.
-        state_before = begin.get("state")
         first_row_of_batch = row - begin.get("skip", 0)
-        if isinstance(data, datasets.Dataset):
-            data = data.to_iterable_dataset()
-        read_columns = self.records.read_columns
-        # Names of all columns, or an empty list if the dataset does not state them.
-        names = list(data.features or ())
-        if names:
-            data = data.select_columns([name for name in names if name in read_columns])
-        data = data.with_format("arrow")
         try:
-            if state_before is not None:
-                data.load_state_dict(state_before)
-            for table in data.iter(_ROWS):
-                # All columns, because `_table_chunks` checks that no required one is missing.
-                columns = names or table.schema.names
-                selected = [name for name in table.schema.names if name in read_columns]
+            for state, table in self._batches(begin.get("state")):
+                read = [name for name in table.schema.names if name in self.records.read_columns]
                 # When reading resumes within a batch, the dataset yields the batch from its first
                 # row. `_table_chunks` skips the rows before `next_row`, which were read earlier.
                 for chunk in _table_chunks(
-                    [table.select(selected)],
-                    columns,
+                    [table.select(read)],
+                    # All columns, because `_table_chunks` checks that no required one is missing.
+                    names or table.schema.names,
                     self.records,
                     origin=self.name,
                     next_row=row,
@@ -492,15 +480,35 @@ class DatasetSource:
                     size=size or CHUNK_BYTES,
                 ):
                     row = chunk.after["at"]  # the number of the row after the chunk
-                    skip = row - first_row_of_batch
-                    after = {"row": row, "skip": skip, "state": state_before}
+                    after = {"row": row, "skip": row - first_row_of_batch, "state": state}
                     yield replace(chunk, after=after)
                 first_row_of_batch += len(table)
-                state_before = data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
             raise InputError(
                 f"data.source: {self.name}: cannot be read after row {row}: {one_line(error)}"
             ) from None
+
+    def _batches(
+        self, state: dict[str, Any] | None
+    ) -> Iterator[tuple[dict[str, Any] | None, pa.Table]]:
+        """Yield the batches of rows from `state` on, each after the dataset's state before it.
+
+        `state` is None at the beginning of the dataset.
+        """
+        data = self._data
+        import datasets
+
+        if isinstance(data, datasets.Dataset):
+            data = data.to_iterable_dataset()
+        if data.features:
+            columns = [name for name in data.features if name in self.records.read_columns]
+            data = data.select_columns(columns)
+        data = data.with_format("arrow")
+        if state is not None:
+            data.load_state_dict(state)
+        for table in data.iter(_ROWS):
+            yield state, table
+            state = data.state_dict()
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
