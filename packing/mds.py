@@ -42,9 +42,10 @@ _REMEDY = (
     "fetch or write the folder again; compressed shards must be unpacked first, for example with "
     "`zstd -d FOLDER/*.zstd`"
 )
-_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
-    "float8"
-}
+_SCALARS = {
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64",
+}  # fmt: skip
 # Dtype of an array by its first byte. It is used if the encoding does not include a dtype.
 _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",

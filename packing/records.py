@@ -85,8 +85,14 @@ _OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
 _REFUSALS = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError, MemoryError),
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
 )
 _MARK = (
     "set data.chat_template to a template of your own that marks the answers with {% generation %}"

@@ -26,8 +26,12 @@ LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask
 
 # Columns with the lengths of the documents.
 _LENGTHS = (
-    *("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"),
-    *("document_lengths", "doc_lens"),
+    "seq_lengths",
+    "seq_lens",
+    "seqlens",
+    "sequence_lengths",
+    "document_lengths",
+    "doc_lens",
 )
 # Columns with 0 and the offset after each document. Some writers pad them with -1.
 _OFFSETS = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q")

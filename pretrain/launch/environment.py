@@ -289,8 +289,16 @@ def _parse_value(text: str) -> Any:
 # Environment variables that torchrun sets for a process group, and variables that MPI and SLURM set
 # for a process, from which Accelerate would also create a process group.
 _GROUP = [
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
 ]
 for _mpi in ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"):
     _GROUP += [_mpi + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
