@@ -398,7 +398,7 @@ def train_step(
         model.context.go_back(histories)
     adamw.clear_gradients(optimizer, model)
     # This call waits for the update.
-    frozen, code = run.frozen_share_and_code(stop_code)
+    frozen, code = run.frozen_share_and_code(stop_code())
     state.advance(
         tokens=batches.tokens,
         valid_tokens=batches.valid_tokens,

@@ -8,7 +8,7 @@ scaling from its checkpoint. In both cases the run repeats the uninterrupted run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,17 +174,17 @@ class Run:
             f"the precision changes from {before} to {active.name} after step {self.state.step}"
         )
 
-    def frozen_share_and_code(self, stop_code: Callable[[], int]) -> tuple[float, int]:
+    def frozen_share_and_code(self, stop_code: int) -> tuple[float, int]:
         """Return the share of values whose last update was lost, and the largest stop code.
 
         Both are over all ranks, by one collective. `ExactAdamW.frozen_counts` defines lost updates.
 
-        stop_code: a function that returns the stop code of this rank.
+        stop_code: the stop code of this rank.
 
         All ranks must call this method. The host waits for the device.
         """
         counts = self.assembly.optimizer.frozen_counts.to(self.accelerator.device)
-        code = torch.full_like(counts[:1], stop_code())
+        code = torch.full_like(counts[:1], stop_code)
         ranks = self.accelerator.gather(torch.cat([counts, code])[None]).tolist()
         lost, updated, codes = zip(*ranks, strict=True)
         return sum(lost) / max(sum(updated), 1), max(codes)
