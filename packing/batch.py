@@ -319,6 +319,7 @@ class BatchStream(Batching):
             # The ranks can only replay the same CUDA graph if `cu_seqlens` has the same length in
             # the microbatches that they compute together.
             most = max(sum(documents[i] for i in rank[number]) for rank in assigned)
+            # The blank packs are the last ones of `packs`. `build` adds them again.
             own_indices = [indices[i] for i in members if i < len(indices)]
             built.append(self.build(self.packs, own_indices, most))
         valid_tokens = sum(count_valid_tokens(pack, self.mask_boundaries) for pack in packs)

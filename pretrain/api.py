@@ -265,6 +265,7 @@ def _check_call(module: LowPrecisionLinear, args: tuple[Tensor, ...]) -> None:
     over the tokens, so their number must suit the precision.
     """
     context: Any = module.state.context
+    # A forward of the model sets `low_precision`, unless `parity` has turned off `quantizing`.
     if module.training and torch.is_grad_enabled() and context.quantizing != context.low_precision:
         raise InputError(
             f"{module.state.name}: this low-precision layer was called outside of a forward of its "

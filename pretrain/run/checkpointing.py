@@ -239,6 +239,7 @@ def load_weights(
     if saved == mode:
         checkpoints.load(point.path, live, optional=optional)
         return []
+    # Load everything but the weights, and then convert the weights.
     weights = tuple(name for name, _ in assembly.hf.named_parameters())
     for name in weights:
         del live[name]

@@ -209,7 +209,7 @@ def load_assembly(
     """Build the model of `job`, and load a checkpoint. Return the checkpoint too, or None.
 
     All ranks must call this function. Without a checkpoint, the model has the weights of its
-    source. Raises InputError as `_evaluate` does, which also documents `checkpoint`.
+    source. `_evaluate` documents `checkpoint`, and the errors.
     """
     if job.data.held_out is None:
         raise InputError(
