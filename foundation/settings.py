@@ -277,12 +277,12 @@ def advice(match: str) -> str:
 
 
 def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:
-    """Return the dotted key that was probably meant by the unknown key `name`, or None.
+    """Return the dotted key that the unknown key `name` probably means, a sentence, or None.
 
-    The result is the first key that is found in this order: the key or the sentence for a name that
-    another program uses (`OTHER_NAMES` of `cls`), a key with the same name, a key with a similar
-    name. If several sections have keys with equal names, the key in the section `keys` is
-    preferred.
+    `advice` returns a text about the result. The result is the first one that is found in this
+    order: the key or the sentence for a name that another program uses (`OTHER_NAMES` of `cls`), a
+    key with the same name, a key with a similar name. If several sections have keys with equal
+    names, the key in the section `keys` is preferred.
     """
     section = ".".join(keys)
     by_name: dict[str, str] = {}

@@ -389,23 +389,15 @@ class ChatColumns(Records):
     ) -> list[Span]:
         """Return the span of each answer, for a template that does not mark answers.
 
-        `answers` are the indices of the answers in `chat`. An answer starts where its prompt ends.
-        The prompt is the text that the template writes when the model has to generate the answer.
-        The prompt may end with the start of a thought that the recorded answer does not have, or
-        the template may reject the prompt of a chat that begins with an answer. In these cases, the
-        answer starts where the template would write a placeholder for the answer.
+        `answers` are the indices of the answers in `chat`, and `text` is the text of the complete
+        chat. An answer starts where its prompt ends, and ends before the next message.
         """
         spans = []
         for number in answers:
             is_last = number + 1 == len(chat)
             with_answer = text if is_last else self._text(chat[: number + 1], tools) or ""
-            prompt = self._text(chat[:number], tools, add_generation_prompt=True)
-            if prompt is None or not with_answer.startswith(prompt):
-                other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
-                before, mark, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
-                prompt = before if mark else None
-            is_prefix = text.startswith(with_answer)
-            if prompt is None or not (is_prefix and with_answer.startswith(prompt)):
+            prompt = self._prompt(chat[:number], with_answer, tools)
+            if prompt is None or not text.startswith(with_answer):
                 raise ValueError(
                     f"the chat template writes message {number + 1} in another way if other "
                     "messages follow, rejects the chat without these, or does not begin the "
@@ -413,6 +405,23 @@ class ChatColumns(Records):
                 )
             spans.append((len(prompt), len(with_answer)))
         return spans
+
+    def _prompt(self, chat: list[dict[str, Any]], with_answer: str, tools: Any) -> str | None:
+        """Return the prompt for the answer to a chat, or None if `with_answer` begins otherwise.
+
+        `with_answer` is the text of the chat and the recorded answer. The prompt is the text that
+        the template writes when the model has to generate the answer. The prompt may end with the
+        start of a thought that the recorded answer does not have, or the template may reject the
+        prompt of an empty chat. In these cases, the prompt ends where the template would write a
+        placeholder for the answer.
+        """
+        prompt = self._text(chat, tools, add_generation_prompt=True)
+        if prompt is None or not with_answer.startswith(prompt):
+            other = [*chat, {"role": "assistant", "content": _OTHER_ANSWER}]
+            prompt, mark, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
+            if not mark:
+                return None
+        return prompt if with_answer.startswith(prompt) else None
 
     def _text(self, chat: list[dict[str, Any]], tools: Any, **more: Any) -> str | None:
         """Return the text of a chat, or None if the template rejects the chat.

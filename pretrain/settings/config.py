@@ -317,6 +317,8 @@ def as_path_part(value: Any) -> str:
     text = value
     if not isinstance(value, str):
         text = json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
+    # Replace dots at the beginning, because a folder `..` is the parent folder and `.name` is
+    # hidden. Elsewhere, replace blanks, slashes and all other characters that are special in paths.
     return re.sub(r"^\.+[^A-Za-z0-9._+=,-]*|[^A-Za-z0-9._+=,-]+", "_", text)
 
 
