@@ -313,7 +313,7 @@ class DataSettings(SourceSettings):
 
     @property
     def prepares(self) -> bool:
-        """True if packs must be prepared before they can be opened."""
+        """True if a source is set. Missing packs are prepared from it when they are opened."""
         return self.validation is not None or any(
             source.source is not None for source in (self, *(self.sources or ()))
         )

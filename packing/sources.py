@@ -119,7 +119,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
                 f"data.source: {name}: no such file or folder, and no file matches it "
                 "(relative paths start at the current directory)"
             )
-        kind, paths, unread = _choose(name, files)
+        kind, paths, unread = _choose_files(name, files)
         # For a link to a missing file, `stat` raises OSError with the name of the link.
         size = sum(path.stat().st_size for path in paths)
     _refuse_unused_settings(settings, kind)
@@ -153,7 +153,7 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(suffix_of(path))
 
 
-def _choose(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
+def _choose_files(name: str, files: list[Path]) -> tuple[str, list[Path], str]:
     """Return the kind of the files to read, their paths, and a note about files that are not read.
 
     `name` is the folder or the pattern of `files`. Files of the kind with the most bytes are read.

@@ -246,8 +246,10 @@ def end_of_answers(tokenizer: PreTrainedTokenizerBase) -> int | None:
         )
         text, spans = columns.fill({"messages": chat}) or ("", [])
         after_content = text.rindex("Yes.") + len("Yes.")
-        (ids,) = columns.encode(backend, [(text, [(after_content, spans[-1][1])])])
-        # The ids of tokens without a loss are marked, so they do not equal the id of any token.
+        _, end_of_answer = spans[-1]
+        # Encode the chat as if only the text between the content and the end of the answer had a
+        # loss. Then the ids of all other tokens are marked, so that they equal no token's id.
+        (ids,) = columns.encode(backend, [(text, [(after_content, end_of_answer)])])
         return next((n for n in ids.tolist() if n in added and added[n].special), None)
     return None
 
