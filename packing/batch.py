@@ -185,7 +185,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         Set `pin_memory` if `build` pins memory. The end of the `with` statement calls
         `stop_waiting` to end a `build` that waits for packs.
         """
-        # Time that calls of `ready` and `take` have waited. The caller resets it to 0.
+        # Time that calls of `wait_until_ready` have waited. The caller resets it to 0.
         self.data_wait_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
