@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -307,10 +306,13 @@ class StreamedPacks(Packs):
         ]
         # A part with fewer tokens ends at the end of its source. `continues` is False if this is so
         # for the first parts of all sources. Then the first parts are an epoch.
-        self.continues = any(map(ge, tokens, part_tokens))
+        self.continues = any(
+            count >= window for count, window in zip(tokens, part_tokens, strict=True)
+        )
         self.fingerprint = hash_of([self.first_parts.content, part_tokens])
         # The packer that this process has started, or None if another rank starts the packer.
         self.packer: PackerProcess | None = None
+        # For each source, the place after the last pack that the current step reads.
         self._ends = [0] * len(self.sources)
 
     @cached_property

@@ -232,11 +232,11 @@ def with_changes(point: ResumePoint, changes: Changes) -> ResumePoint:
 
     changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
         the checkpoint, followed by `changes`.
-    left_out: a number of steps whose packs were skipped by rollbacks. It counts only rollbacks that
-        the run folder's metrics.jsonl does not record. If the checkpoint is in the run folder, the
-        number is taken from the `past` of the checkpoint. If the checkpoint is in another folder,
-        metrics.jsonl does not record its rollbacks. Then the number is taken from the checkpoint's
-        counters, which count all rollbacks.
+    left_out: the number of steps that were discarded by rollbacks, without the rollbacks that the
+        run folder's metrics.jsonl records. For a checkpoint in the run folder, it is the number in
+        the checkpoint's `past`, because metrics.jsonl records all later rollbacks. For a checkpoint
+        in another folder, it is the checkpoint's counter of all rollbacks, because metrics.jsonl
+        records none of them.
 
     `notes` has a line with the changes, except for the key that starts a branch.
     """
