@@ -272,8 +272,7 @@ class ChatColumns(Records):
                 {"role": "assistant", "content": response},
             ]
         column = self.columns[0]
-        messages = _objects(column, record.get(column), _MESSAGES)
-        return [self._message(message) for message in messages]
+        return list(map(self._message, _objects(column, record.get(column), _MESSAGES)))
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with OpenAI's keys and roles, without null values and empty lists.
