@@ -236,7 +236,7 @@ def with_changes(point: ResumePoint, changes: Changes) -> ResumePoint:
         run folder's metrics.jsonl records. For a checkpoint in the run folder, it is the number in
         the checkpoint's `past`, because metrics.jsonl records all later rollbacks. For a checkpoint
         in another folder, it is the checkpoint's counter of all rollbacks, because metrics.jsonl
-        records none of them.
+        does not record them.
 
     `notes` has a line with the changes, except for the key that starts a branch.
     """
