@@ -93,14 +93,16 @@ def with_tokens(
     return model.model_copy(update={"config": tokens_of(tokenizer, given, default)})
 
 
-def _require_same_tokenizer(name: str, fingerprint: str, others: Mapping[str, str | None]) -> None:
+def _require_same_tokenizer(
+    name: str, fingerprint: str, fingerprints: Mapping[str, str | None]
+) -> None:
     """Raise InputError if `data.tokenizer` differs from the tokenizer of the packs or the weights.
 
     name: the setting `data.tokenizer`.
     fingerprint: the fingerprint of this tokenizer.
-    others: map a text for the message to the fingerprint of another tokenizer, or to None.
+    fingerprints: map a text for the message to the fingerprint of the packs or weights, or to None.
     """
-    for owner, other in others.items():
+    for owner, other in fingerprints.items():
         if other not in (None, fingerprint):
             raise InputError(
                 f"`data.tokenizer`: {name} ({fingerprint[:12]}) is not the tokenizer of {owner} "
