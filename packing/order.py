@@ -42,7 +42,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def sampled(packs: Packs) -> Iterator[Pack]:
-    """Yield at most 1,000 evenly spaced packs, from which a mean over all packs is estimated."""
+    """Yield a sample of evenly spaced packs, to estimate a mean. It has at most 1,000 packs."""
     return (packs[index] for index in evenly(len(packs), _SAMPLED_PACKS))
 
 

@@ -34,15 +34,15 @@ SCALE_TOLERANCE = 2.0**-20
 def watching_histories(
     context: PrecisionContext, active: ActivePrecision, wrong: list[str]
 ) -> Iterator[None]:
-    """Check the amax histories and scales after a microbatch in the caller's `with` statement.
+    """Context manager that checks the amax histories and scales of delayed scaling.
 
-    The microbatch must add one entry to each history: the largest magnitude of the operand over all
-    ranks. The scale must be computed from the history by the rule of delayed scaling. Operands of
-    zeros are not checked, and nothing is checked if the precision has no histories. All ranks must
-    call this function.
+    The `with` statement must contain one microbatch. This microbatch must add one entry to each
+    history: the largest magnitude of the operand over all ranks. The scale must be computed from
+    the history by the rule of delayed scaling. Operands of zeros are not checked, and nothing is
+    checked if the precision has no histories. All ranks must call this function.
 
-    wrong: list to which the names and roles of operands with a wrong history or scale are appended
-        when the `with` statement ends.
+    wrong: list of wrong operands. When the `with` statement ends, the name and the role of each
+        operand with a wrong history or scale are appended.
     """
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     if not before:

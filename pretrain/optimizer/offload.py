@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from foundation.units import GIB, memory
+from foundation.units import bytes_text
 from pretrain.model.gradients import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,7 +50,7 @@ def pinned_zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     zeros = torch.frombuffer(pages, dtype=dtype).view(part.shape)
     if not pin(zeros):
         raise InputError(
-            f"`optimizer.offload`: CUDA cannot pin {memory(zeros.nbytes / GIB)} of host memory; "
+            f"`optimizer.offload`: CUDA cannot pin {bytes_text(zeros.nbytes)} of host memory; "
             "either free host memory, or set `optimizer.offload: none`"
         )
     if isinstance(parameter, DTensor):

@@ -293,17 +293,16 @@ def _bytes_at_loss(
 ) -> int:
     """Return the bytes that the loss needs in addition to the kept activations.
 
-    The loss is computed in chunks of tokens. It needs memory for
+    The loss is computed in chunks of tokens. It needs memory for these tensors:
 
-    * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
-    * a second tensor with the shape of this weight. If the head is not quantized, it is the working
-      copy of the weight, and exists only with `has_copies`. If the head is quantized, it is the
-      weight gradient of one chunk. The second tensor is not needed if the matrix product adds this
-      gradient to the sum over the chunks directly,
-    * the last hidden state of each token, the output of the final norm, and the gradient of this
-      output,
-    * the logits of one chunk, which are overwritten with their gradient, and
-    * the quantized layouts of the logits' gradient, if the head is quantized.
+    * The gradient of the LM head's weight in FP32. Each chunk adds to it.
+    * A second tensor with the shape of this weight. If the head is not quantized, it is the working
+      copy of the weight (`has_copies`). If the head is quantized, it is the weight gradient of one
+      chunk. A fused head needs no second tensor, because its matrix product adds to the gradient.
+    * For each token, the last hidden state, the output of the final norm, and the gradient of this
+      output.
+    * The logits of one chunk. Their gradient overwrites them.
+    * The quantized layouts of this gradient, if the head is quantized.
 
     tokens: number of tokens in a microbatch.
     quantizes_head: True if the LM head is quantized.

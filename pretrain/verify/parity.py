@@ -439,8 +439,7 @@ def _compare_quantized(
     """Compare the quantized path with the unquantized path, and return a line for each mismatch.
 
     Args:
-        parity: Result of the unquantized path, to which the figures of the quantized path are
-            added.
+        parity: Result of the unquantized path. The figures of the quantized path are added to it.
         path: Path of training.
         step: Random microbatches.
         active: Precision of the quantized path.
