@@ -7,12 +7,10 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from foundation.errors import InputError
 from foundation.reading import load_object
 from lab.experiments.protocol import Protocol, Rounds
-from packing.arrow import Packs
 from packing.order import mixture_of
 from packing.prepare import prepare
 from packing.store import open_packs
@@ -113,7 +111,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     """
     if recipe.data.prepares:
         prepare(recipe.data, progress=True)
-    packs = cast(Packs, open_packs(recipe.data, "train"))
+    packs = open_packs(recipe.data, "train")
     # Check that the held-out packs can be used.
     open_packs(recipe.data, "held_out")
     if isinstance(packs, StreamedPacks):

@@ -121,8 +121,8 @@ def _trainings_in_precisions(
     for label in dict.fromkeys(labels):
         if label in trainings:
             continue
-        name = label.removesuffix("+head")
-        settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
+        name, head, _ = label.partition("+head")
+        settings = recipe.fp8_config.model_copy(update={"scope": f"linear{head}"})
         candidate = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
             trainings[label] = training_elsewhere(candidate, overrides, data)
