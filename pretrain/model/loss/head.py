@@ -158,9 +158,13 @@ class LossHead(nn.Linear):
         linear = self.state if low else F.linear
         losses = self.empty_losses(labels)
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
-            logits = linear(hidden[rows], weight, bias)
+            # No variable holds the logits, so that they are freed before the next chunk's exist.
             losses[:, rows] = token_losses(
-                logits, labels[rows], self.penalty, self.change, with_gradient=False
+                linear(hidden[rows], weight, bias),
+                labels[rows],
+                self.penalty,
+                self.change,
+                with_gradient=False,
             )
         return losses
 
