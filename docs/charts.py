@@ -19,6 +19,7 @@ from docs.evidence_page import (
     LOSSES,
     Cost,
     Row,
+    differences_by_length,
     measured_rows,
     t_half_width,
 )
@@ -30,7 +31,6 @@ from lab.compare.differences import (
     MARGIN,
     WITHIN_MARGIN,
     WORSE,
-    LossDifference,
 )
 
 SPEEDS = LOSSES.parent / "speed"
@@ -154,28 +154,8 @@ def loss() -> Figure:
 
 
 # The study of the picture of costs over lengths, and the color of each precision.
-LENGTHS = LOSSES / "h200_length_14m.jsonl"
-LINES = {"delayed": PRECISIONS["FP8"], "delayed+head": "#D55E00"}
-
-
-def costs_by_length(precision: str, key: str) -> dict[int, tuple[float, float]]:
-    """Map tokens per parameter to the mean of a loss above BF16's in percent, and its half-width.
-
-    key: "held_out_loss" or "training_loss".
-    """
-    lines = [json.loads(line) for line in LENGTHS.read_text(encoding="utf-8").splitlines()]
-    losses: dict[str, dict[int, dict[int, float]]] = {"bf16": {}, precision: {}}
-    for run in lines:
-        if run.get("precision") in losses:
-            by_length = losses[run["precision"]].setdefault(run["tokens_per_parameter"], {})
-            by_length[run["seed"]] = run[key]
-    costs = {}
-    for length, by_seed in losses[precision].items():
-        base = losses["bf16"][length]
-        percent = {seed: 100 * (loss / base[seed] - 1) for seed, loss in by_seed.items()}
-        difference = LossDifference(percent, 100.0)
-        costs[length] = difference.mean, t_half_width(difference, 1 - CONFIDENCE)
-    return costs
+LENGTHS = "h200_length_14m.jsonl"
+LINES = {"delayed": PRECISIONS["FP8"], "delayed+head": "#D55E00", "block": "#CC79A7"}
 
 
 def length() -> Figure:
@@ -186,21 +166,33 @@ def length() -> Figure:
         panel = figure.add_axes((begin, 0.16, 0.41, 0.6))
         panel.axhspan(-PERCENT, PERCENT, color="#EAF3E3")
         panel.axhline(0, color=INK, linewidth=0.8)
-        for side, (precision, color) in zip((0.97, 1.03), LINES.items(), strict=True):
-            costs = costs_by_length(precision, key)
-            means, halves = zip(*costs.values(), strict=True)
-            places = [side * tokens for tokens in costs]
+        for side, (precision, color) in zip((0.94, 1, 1.06), LINES.items(), strict=True):
+            differences = differences_by_length(LENGTHS, precision, key)
+            means = [100 * item.mean / item.baseline for item in differences.values()]
+            halves = [
+                100 * t_half_width(item, 1 - CONFIDENCE) / item.baseline
+                for item in differences.values()
+            ]
+            places = [side * tokens for tokens in differences]
             label = LABELS[precision]
             panel.errorbar(places, means, halves, fmt="o-", color=color, markersize=4, label=label)
         panel.set_xscale("log")
-        panel.set_xticks([*costs], map(str, costs))
+        panel.set_xticks([*differences], map(str, differences))
         panel.minorticks_off()
         panel.set_ylim(-0.3, 0.62)
         panel.set_title(f"{title}, % above BF16", loc="left", fontsize=9.5)
         panel.set_xlabel("tokens per parameter")
     handles = panel.get_legend_handles_labels()
-    figure.legend(*handles, loc="upper left", bbox_to_anchor=(0, 0.945), ncols=2, frameon=False)
-    title = "Qwen3 14M, 4 seeds (at 20: 3), 95 % intervals"
+    figure.legend(
+        *handles,
+        loc="upper left",
+        bbox_to_anchor=(0, 0.945),
+        ncols=3,
+        columnspacing=1.2,
+        handlelength=1.4,
+        frameon=False,
+    )
+    title = "Qwen3 14M, 5 seeds (blocks: 3), 95 % intervals"
     figure.text(0.02, 0.945, title, weight="bold", fontsize=10.5)
     return figure
 

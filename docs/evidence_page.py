@@ -94,6 +94,12 @@ STUDIES = (
     Study("Qwen3 35M", "code and prose", "h200_evidence_35m.jsonl", ("delayed", "delayed+head")),
     Study("Qwen3 35M", "more code and prose", "h200_evidence_35m_once.jsonl", ("delayed",)),
     Study("Qwen3 112M", "more code and prose", "h200_evidence_111m.jsonl", ("delayed",)),
+    Study(
+        "Qwen3 14M",
+        "Debian's sources",
+        "h200_length_14m.jsonl",
+        ("delayed", "delayed+head", "block"),
+    ),
     Study("Qwen3 14M", "code", "which.json#dense_delayed", ("delayed",)),
     Study("GPT-2 124M", "Python", "h100_which_gpt2.json", ("delayed", "delayed+head", "block")),
     Study(
@@ -146,11 +152,16 @@ class Row:
 @cache
 def measured_rows() -> tuple[Row, ...]:
     """Return the rows of all studies, computed from their result files."""
-    return tuple(
-        row
-        for study in STUDIES
-        for row in (rows_of_cells if study.file.endswith(".jsonl") else rows_of_which)(study)
-    )
+    return tuple(row for study in STUDIES for row in rows_of(study))
+
+
+def rows_of(study: Study) -> Iterator[Row]:
+    """Return the rows of a study, by the kind of its file."""
+    if "_length_" in study.file:
+        return rows_of_lengths(study)
+    if study.file.endswith(".jsonl"):
+        return rows_of_cells(study)
+    return rows_of_which(study)
 
 
 def rows_of_cells(study: Study) -> Iterator[Row]:
@@ -194,6 +205,46 @@ def held_out_loss(run: Mapping[str, Any]) -> float:
 def training_loss(run: Mapping[str, Any]) -> float:
     """Return the mean training loss of the last 100 steps."""
     return statistics.fmean(run["last_losses"])
+
+
+def rows_of_lengths(study: Study) -> Iterator[Row]:
+    """Yield the rows of the longest trainings of a study that varies the length.
+
+    The number of seeds was fixed before.
+    """
+    error = error_of(len(study.precisions))
+    for precision in study.precisions:
+        costs = []
+        for key in ("held_out_loss", "training_loss"):
+            differences = differences_by_length(study.file, precision, key)
+            longest = max(differences)
+            difference = differences[longest]
+            halves = [t_half_width(difference, part) for part in (error, 2 * error)]
+            costs.append(cost_of(difference, *halves, is_tested=True))
+        yield Row(study, precision, longest, len(difference.by_seed), *costs)
+
+
+def differences_by_length(file: str, precision: str, key: str) -> dict[int, LossDifference]:
+    """Map tokens per parameter to the loss of `precision` minus that of BF16.
+
+    Args:
+        file: Name of the result file.
+        precision: Precision in the file.
+        key: "held_out_loss" or "training_loss".
+    """
+    lines = [json.loads(line) for line in (LOSSES / file).read_text("utf-8").splitlines()]
+    losses: dict[str, dict[int, dict[int, float]]] = {"bf16": {}, precision: {}}
+    for line in lines:
+        if line.get("precision") in losses:
+            by_length = losses[line["precision"]].setdefault(line["tokens_per_parameter"], {})
+            by_length[line["seed"]] = line[key]
+    differences = {}
+    for length, by_seed in losses[precision].items():
+        base = losses["bf16"][length]
+        level = statistics.fmean(base[seed] for seed in by_seed)
+        by_seed = {seed: loss - base[seed] for seed, loss in by_seed.items()}
+        differences[length] = LossDifference(by_seed, level)
+    return differences
 
 
 def rows_of_which(study: Study) -> Iterator[Row]:
