@@ -118,7 +118,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
         f"data.tokenizer: {file}: the tokenizer cannot be read",
         f"{_CONVERT.format(file.parent)}, or {REMEDY}",
     ):
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     special: dict[str, int] = {}
