@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
@@ -160,9 +161,10 @@ def _check_merge(recipe: Recipe, steps: int) -> None:
     merge = recipe.evaluate.merge
     every = recipe.checkpoint.every or steps
     # A branch saves only checkpoints after the step in the name of the checkpoint to branch from.
-    _, _, branch_step = (recipe.train.begin_with or "").rpartition("step-")
+    # A link to a checkpoint may have another name, and then this number of checkpoints is too high.
+    branch_step = Path(recipe.train.begin_with or "").name.removeprefix("step-")
     first = int(branch_step) if branch_step.isdecimal() else 0
-    # The last step is saved too.
+    # The multiples of `every` after `first` and before the last step, and the last step.
     saved = (steps - 1) // every - first // every + 1
     available = min(recipe.checkpoint.keep, saved)
     _require(
