@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import write_json
 from foundation.reading import load_object, load_yaml
 from foundation.settings import last_steps, parse
@@ -216,7 +216,10 @@ def stored_protocol(trainings: WhichTrainings, options: argparse.Namespace) -> P
     file = trainings.folder / PROTOCOL_FILE
     if not file.exists():
         return None
-    stored = Protocol(**load_object(file, "use another --run_dir"))
+    remedy = "use another --run_dir"
+    # Another version of the launcher may have written other fields.
+    with as_input_error((TypeError,), f"{file}: cannot be continued", remedy):
+        stored = Protocol(**load_object(file, remedy))
     # If the command line names no candidates, it accepts those of the protocol.
     names = options.precisions or list(trainings.candidates) or stored.precisions
     requested = asdict(requested_protocol(trainings, options, names))
