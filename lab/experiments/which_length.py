@@ -21,7 +21,7 @@ from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
 TRUNK = 0.2
-# Largest number of steps of a run on a stream, which has no epoch.
+# Largest number of steps if a recipe sets epochs of a stream, which has no end.
 MOST_STEPS = 10**9
 
 
@@ -37,20 +37,23 @@ def allowed_steps(options: argparse.Namespace, recipe: Recipe) -> range:
         minimum = math.ceil(FEWEST_STEPS / (1 - TRUNK))
     else:
         minimum = checkpoint_step + FEWEST_STEPS
-    longest = MOST_STEPS
+    longest = math.inf
     if options.steps:
         longest = options.steps
     elif not recipe.train.epochs:
-        longest = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    # Check the settings first, because the packs may take hours to prepare.
-    in_an_epoch = steps_in_an_epoch(recipe) if longest >= minimum else MOST_STEPS
+        # The number of packs matters only for epochs.
+        longest = steps_of(recipe.train, recipe.batch.tokens, packs=0, length=recipe.data.length)
+    in_an_epoch = math.inf
+    # The packs may take hours to prepare, so refuse too few steps before.
+    if longest >= minimum:
+        in_an_epoch = steps_in_an_epoch(recipe)
     if options.steps and options.steps > in_an_epoch:
         raise InputError(
             f"--steps {options.steps}: the data is repeated after step {in_an_epoch}, and "
             "repeated data makes the losses of two precisions look more similar than they are; "
             f"set --steps {in_an_epoch} or fewer"
         )
-    longest = int(min(longest, in_an_epoch))
+    longest = int(min(longest, in_an_epoch, MOST_STEPS))
     if longest < minimum:
         raise InputError(
             f"--steps, or else `train.steps` in the recipe or its data, allows only {longest} "
