@@ -262,7 +262,7 @@ def _why_excluded(compared: ComparedRun, loss: float | None, *, held_out: bool) 
     run = compared.run
     if run.failure or run.is_unfinished or loss is None:
         return "because they have not finished"
-    if held_out and run.when_evaluated:
+    if held_out and not run.is_evaluated_at_end:
         return "because they were not evaluated after their last step"
     if held_out and not same_held_out(compared.base, run):
         return "because they were evaluated on other data than the baseline"

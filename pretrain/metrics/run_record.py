@@ -213,14 +213,20 @@ class RunRecord:
         return next((line for line in reversed(self.metrics) if kind(line) == "evaluation"), {})
 
     @property
+    def is_evaluated_at_end(self) -> bool:
+        """Return True if the last evaluation was after the last step, or if there was none."""
+        last_step = self.summary["steps"]
+        return bool(self.last_evaluation.get("step", last_step) == last_step)
+
+    @property
     def when_evaluated(self) -> str:
         """Return the step of the last evaluation as " (step 10)", for reports.
 
-        Return "" if the last evaluation was after the last step. Reports append the text to the
-        held-out loss.
+        Return "" if the run `is_evaluated_at_end`. Reports append the text to the held-out loss.
         """
-        evaluated_step = self.last_evaluation.get("step", self.summary["steps"])
-        return "" if evaluated_step == self.summary["steps"] else f" (step {evaluated_step:,})"
+        if self.is_evaluated_at_end:
+            return ""
+        return f" (step {self.last_evaluation['step']:,})"
 
     @property
     def averaged_steps(self) -> str:
