@@ -75,6 +75,8 @@ def token_columns(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the number of each token's document, or -1 for padding: [width] int64.
 
+    If a mask numbers the documents or has their lengths, other columns are ignored.
+
     `width` is the number of tokens, and `columns` maps names of columns to their values. Raises
     ValueError if the columns describe another number of tokens.
     """

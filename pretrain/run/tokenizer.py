@@ -1,7 +1,7 @@
 """The tokenizer of a run: special tokens of a model from scratch, prompts, and the exported folder.
 
 If `model.config` of a model from scratch does not set vocab_size, eos_token_id, bos_token_id or
-pad_token_id, the value is set from the tokenizer. So the exported model has no superfluous
+pad_token_id, the value is set from the tokenizer. So the exported model has at most 127 superfluous
 embeddings, and `generate` stops at the token that marks the end of a document in the packs.
 """
 
@@ -116,8 +116,9 @@ def tokens_of(
 ) -> dict[str, Any]:
     """Return `given` and the values of the vocabulary keys that the tokenizer determines.
 
-    If the tokenizer does not have a special token, the value of its key is null. Raise InputError
-    if `given` contradicts the tokenizer.
+    The size of the vocabulary is rounded up to a multiple of VOCABULARY_MULTIPLE. If the tokenizer
+    does not have a special token, the value of its key is null. Raise InputError if `given`
+    contradicts the tokenizer.
 
     tokenizer: the description that `TextTokenizer.describe` returns.
     given: the recipe's values of `model.config`, which have precedence.
