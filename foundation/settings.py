@@ -273,7 +273,7 @@ def _keys_in(cls: type[BaseModel], keys: list[str]) -> str:
 
 def advice(match: str) -> str:
     """Return a question for a result of `closest_key` that is a key, or `match` for a sentence."""
-    return match if " " in match else f"did you mean `{match}`?"
+    return match if is_sentence(match) else f"did you mean `{match}`?"
 
 
 def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:
@@ -298,6 +298,11 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
         return match
     similar = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)
     return by_name[similar[0]] if similar else None
+
+
+def is_sentence(match: str) -> bool:
+    """Return True if a result of `closest_key` is a sentence. A key has no spaces."""
+    return " " in match
 
 
 def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -32,6 +32,7 @@ from foundation.settings import (
     Settings,
     closest_key,
     flatten,
+    is_sentence,
     parse,
     set_value,
     value_from_text,
@@ -375,13 +376,15 @@ class SettingsParser(CommandParser):
     def suggest(self, name: str) -> str | None:
         """Return the option or the key=VALUE that the user probably meant by `--name`.
 
-        Return a sentence for a name in other programs that has no key. Return None if no option and
-        no key is similar to `name`.
+        If `name` is an option of another program and no key replaces it, return a sentence that
+        says what to do instead. Return None if no option and no key is similar to `name`.
         """
+        if option := super().suggest(name):
+            return option
         meant = closest_key(Recipe, name, self.section)
-        # A sentence has spaces.
-        is_key = meant is not None and " " not in meant
-        return super().suggest(name) or (f"{meant}=VALUE" if is_key else meant)
+        if meant is None or is_sentence(meant):
+            return meant
+        return f"{meant}=VALUE"
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and settings may be in any order."""
