@@ -85,13 +85,16 @@ def arguments_of_evaluate(options: argparse.Namespace) -> tuple[Path, list[str],
             "choose either a run folder, such as runs/NAME, or a recipe; --resume chooses a "
             "checkpoint of the run"
         )
-    datasets = [argument for argument in options.overrides if "=" not in argument]
+    # Folders of a partitioned dataset have names such as date=2026-12-01.
+    datasets = [
+        argument for argument in options.overrides if "=" not in argument or Path(argument).exists()
+    ]
     if len(datasets) > 1:
         raise InputError(
             f"command line: {' '.join(datasets)}: evaluate one file or folder of files at a time"
         )
     overrides = [f"run_dir={options.recipe}"] if is_run else []
-    overrides += [argument for argument in options.overrides if "=" in argument]
+    overrides += [argument for argument in options.overrides if argument not in datasets]
     return path, overrides, datasets
 
 
