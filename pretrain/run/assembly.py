@@ -158,6 +158,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     docs/developers/architecture.md explains the order.
     """
     built = build_model(job, accelerator)
+    stop_after_answers(built.hf, job.tokenizer, job.recipe.data)
     converted = convert_model(job, built, accelerator)
     assembly = place_model(job, built, converted, accelerator)
     audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
@@ -200,7 +201,6 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     """
     hf = built.hf
     device = accelerator.device
-    stop_after_answers(hf, job.tokenizer, job.recipe.data)
     first = job.plan.schedule.at(1)
     context = PrecisionContext(
         job.plan.compute_dtype,
@@ -392,6 +392,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
     rehearsals = REHEARSALS - 1 if packed.context.state() else 0
+    # A pack may have another shape than a microbatch, and compiling it would take seconds.
     with torch.compiler.set_stance("force_eager"):
         for pack in range(rehearsals):
             loss_of(pack).backward()
