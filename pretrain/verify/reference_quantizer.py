@@ -138,7 +138,7 @@ def quantize_dequantize(
     amax = _block_amax(values, scaling)
     tensor_decode = np.float32(1)
     if scaling.kind == "E4M3":
-        encode, decode, tensor_decode = _scales_in_e4m3(amax, largest)
+        encode, decode, tensor_decode = _nvfp4_scales(amax)
     elif scaling.kind == "power of two":
         # The decoding scale is the smallest power of two for which the block's largest value
         # divided by the scale does not exceed the format's maximum.
@@ -158,7 +158,7 @@ def quantize_dequantize(
     return (rounded * decode).astype(np.float32) * tensor_decode
 
 
-def _scales_in_e4m3(amax: Array, largest: float) -> tuple[Array, Array, np.float32]:
+def _nvfp4_scales(amax: Array) -> tuple[Array, Array, np.float32]:
     """Return the scales of NVFP4: of each block for encoding and decoding, and of the tensor.
 
     The decoding scales of blocks are E4M3 values. The scale of the tensor decodes the product of
@@ -167,13 +167,13 @@ def _scales_in_e4m3(amax: Array, largest: float) -> tuple[Array, Array, np.float
     give other codes.
 
     amax: largest magnitude in the block of each value.
-    largest: largest code.
     """
+    largest = CODES["E2M1"][-1]
     maximum = largest * CODES["E4M3"][-1]
     tensor_amax = amax.max().astype(np.float64)
     # If all values are zero, the encoding scale is 1.
     tensor_encode = np.float32(maximum / tensor_amax if tensor_amax > 0 else 1)
-    exact_scale = amax * (tensor_encode * np.float32(1 / 6))
+    exact_scale = amax * (tensor_encode * np.float32(1 / largest))
     decode = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
     encode = _reciprocal(decode * _reciprocal(tensor_encode))
     return encode, decode, np.float32(tensor_amax / maximum)
