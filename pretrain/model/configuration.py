@@ -140,7 +140,7 @@ def _check_effects(
     """
     config_class = type(config)
     for key in changes:
-        if not _has_effect(config_class, values, key, over_source=over_source):
+        if not _is_accepted(config_class, values, key, over_source=over_source):
             known_keys = {*config_values(config_class, {}), *config_class.attribute_map}
             remedy = _suggestion(key, known_keys - {key})
             if key == "num_hidden_layers" and "layer_types" in known_keys:
@@ -298,14 +298,15 @@ def is_same(
     return config_values(config_class, values).items() <= config_values(config_class, other).items()
 
 
-def _has_effect(
+def _is_accepted(
     config_class: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
 ) -> bool:
-    """Return False if the configuration class has no `key`, or if `key` has no effect.
+    """Return False if `key` is refused, because it is private, unknown or without effect.
 
-    Without a source, every key that the class has is accepted, even a key without effect, because
-    published config.json files contain keys without effect. For example, a file may set a key to
-    null instead of its default, or another key of the file may turn this key off.
+    A key may repeat its default value. Without a source, every key that the class has is accepted,
+    even a key without effect, because published config.json files contain keys without effect. For
+    example, a file may set a key to null instead of its default, or another key of the file may
+    turn this key off.
 
     Args:
         config_class: The configuration class.
@@ -313,6 +314,7 @@ def _has_effect(
         key: The key of `values` to check.
         over_source: True if the model has a source, whose values `key` changes.
     """
+    # Private keys, such as `_attn_implementation`, are set by the launcher.
     if key.startswith("_"):
         return False
     value = values[key]
@@ -326,9 +328,10 @@ def _has_effect(
         return _other_keys_depend_on(config_class, remaining, key, value)
     if not over_source:
         return True
-    # The class adds missing entries to a dict, so a dict cannot be compared with the default.
-    is_default = defaults[key] == value or isinstance(value, dict)
-    return is_default or not is_same(config_class, remaining, values)
+    # The class adds missing entries to a dict, so its effect is not known.
+    if defaults[key] == value or isinstance(value, dict):
+        return True
+    return not is_same(config_class, remaining, values)
 
 
 def _other_keys_depend_on(
@@ -381,6 +384,7 @@ def _stored_config(settings: ModelSettings) -> dict[str, Any]:
     text: dict[str, Any] = stored.get("text_config") or {}
     if text.get("model_type") not in FAMILIES:
         return stored
+    # The text model ties its head as the whole model does.
     shared = {key: stored[key] for key in ("tie_word_embeddings",) if key in stored}
     return text | shared
 
