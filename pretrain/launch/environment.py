@@ -345,7 +345,7 @@ def with_topology(
         * Texts about the corrections, to be printed.
     """
     _refuse_unsupported(environ)
-    processes = _check_processes(environ)
+    processes = _count_processes(environ)
     notices = _correct_device(environ, processes, has_gpu)
     ignored = _reset_ignored(environ)
     replicas = 1
@@ -446,10 +446,12 @@ def _correct_fsdp(
     return ignored
 
 
-def _check_processes(environ: MutableMapping[str, str]) -> int:
-    """Return the number of processes. Remove the variables for a process group of one process.
+def _count_processes(environ: MutableMapping[str, str]) -> int:
+    """Return the number of processes.
 
-    Raises InputError if Accelerate has started fewer processes than the configuration sets.
+    If it is 1, the variables of the process group are removed from `environ`, so that Accelerate
+    creates no group. Raises InputError if Accelerate has started fewer processes than the
+    configuration sets.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # If the configuration sets several processes, Accelerate sets MASTER_ADDR, even if it starts

@@ -280,18 +280,19 @@ def _storage(operand: Any) -> StorageWeakRef | None:
     return StorageWeakRef(operand.untyped_storage()) if is_plain else None
 
 
-def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:
-    """Return the kind of a product from its shapes: `with_weight`, "wgrad" or "other".
+def _gemm_of(operands: Sequence[Tensor], module: nn.Module, kind_with_weight: str) -> str:
+    """Return the kind of a product from its shapes: `kind_with_weight`, "wgrad" or "other".
 
     It is used for operands that are not known to be copies of a weight of `module`.
 
-    with_weight: the kind of the product if an operand is a weight: "forward" or "dgrad".
+    kind_with_weight: the kind of the product if an operand is a weight. It is "forward" for a
+        product of forward, and "dgrad" for a product of backward.
     """
     left, right = (operand.shape[-2:] for operand in operands)
     # A weight may be transposed, so the order of the two sizes is ignored.
     weights = [sorted(weight.shape[-2:]) for weight in matrices_of(module)]
     # The gradient of a weight has the shape of the weight.
-    if with_weight == "dgrad" and sorted((left[0], right[1])) in weights:
+    if kind_with_weight == "dgrad" and sorted((left[0], right[1])) in weights:
         return "wgrad"
     has_weight = sorted(left) in weights or sorted(right) in weights
-    return with_weight if has_weight else "other"
+    return kind_with_weight if has_weight else "other"
