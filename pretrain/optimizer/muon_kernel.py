@@ -66,8 +66,10 @@ def symmetric_product(
     """Return `identity` I + `linear` a + `quadratic` aᵀ b, which must be symmetric, in FP16.
 
     Args:
-        a, b: FP16 [matrices, depth, size] with equal strides. If `identity` is not 0, they are
-            contiguous.
+        a, b: FP16 [matrices, depth, size] with equal strides. `depth` is a multiple of 64, and
+            `size` is a multiple of 256, because the kernel has no partial tiles. One matrix
+            follows another in memory. If `identity` is not 0, the matrices are contiguous and
+            square, because the kernel then reads `a` like the product.
         factors: identity, linear and quadratic.
     """
     matrices, depth, size = a.shape
