@@ -26,7 +26,7 @@ from pretrain.settings.recipe import Recipe
 
 # Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
 # driver itself uses some memory.
-GPU_IS_FREE = 2.0
+MOST_USED_GIB = 2.0
 # Number of steps of a trial, which is a short run of a precision before the first round.
 TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
@@ -257,7 +257,7 @@ def check_gpu_is_free(matrix: Matrix) -> None:
     if matrix.on_cpu:
         return
     most_used = max(used_memory()[: matrix.settings.gpus or matrix.processes], default=0.0)
-    if most_used > GPU_IS_FREE:
+    if most_used > MOST_USED_GIB:
         raise InputError(
             f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "
             "be wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"

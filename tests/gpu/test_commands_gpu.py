@@ -73,7 +73,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
 ) -> None:
     """`--hours` allows one round. It takes about 80 s, most of it for four starts."""
     # Earlier tests may hold some memory of the GPU.
-    monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
+    monkeypatch.setattr(which_trainings, "MOST_USED_GIB", 1e3)
     needs("delayed")
     folder = tmp_path / "which"
     assert run_which(recipe, folder, "--steps", "80", "--hours", "0.001") == 1
@@ -94,7 +94,7 @@ def test_forked_trainings_equal_launched_ones(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second training is forked from the process that has forked the first."""
-    monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
+    monkeypatch.setattr(which_trainings, "MOST_USED_GIB", 1e3)
     needs("delayed")
     overrides = ("deterministic=true",)
     loaded = load_recipe(recipe, overrides)
