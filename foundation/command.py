@@ -77,9 +77,10 @@ class CommandParser(argparse.ArgumentParser):
                 raise InputError(f"command line: unknown option {name}; {hint}")
 
     def suggest(self, name: str) -> str | None:
-        """Return the option that was probably meant by an unknown option, a sentence, or None.
+        """Return the known option that the user probably meant, or None.
 
-        name: the unknown option, with `_` for `-`.
+        A subclass may return a sentence with a remedy instead. name: the unknown option, with `_`
+        for `-`.
         """
         options = {
             option.removeprefix("--").replace("-", "_"): option

@@ -297,7 +297,11 @@ def locked(path: Path, when_held: Callable[[str], object] | None = None) -> Iter
 
 
 def _lock(file: TextIO, path: Path, when_held: Callable[[str], object] | None) -> bool:
-    """Lock the open file `path`. Return False if the file system has no locks."""
+    """Wait until the open file `path` is locked. Return False if the file system has no locks.
+
+    If another process holds the lock, call `when_held` with its name before waiting. Raises
+    InputError if the file is not a lock file of this program.
+    """
     file.seek(0)
     # A crash of the machine may leave zeros in a new file.
     holder = file.read(300).strip("\0")

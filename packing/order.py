@@ -263,7 +263,8 @@ def spread(
 ) -> list[list[list[int]]]:
     """Distribute packs over ranks and microbatches evenly, both by number and by cost.
 
-    `costs` has one cost for each pack: the sum of its squared document lengths. The cost of
+    `costs` has one cost for each pack: the sum of its squared document lengths. The number of packs
+    must be a multiple of the number of microbatches over all ranks. The cost of
     attention is proportional to this sum, and all other costs are equal for all packs. The result
     has the indices of the packs in each microbatch, as result[rank][microbatch].
 

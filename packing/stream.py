@@ -265,7 +265,10 @@ class SourceStream:
         return part
 
     def release(self, place: int) -> None:
-        """Record the part that has the pack at `place` - 1, and close all parts before it."""
+        """Drop all parts before the part with the pack at `place` - 1.
+
+        Checkpoints store `state`, which describes this part.
+        """
         for part in self._parts:
             if part.start.first < place:
                 self.state = _state_at(part)

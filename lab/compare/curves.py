@@ -54,6 +54,7 @@ def range_after_the_fall(curves: Sequence[np.ndarray]) -> tuple[float, float] | 
     values = values[np.isfinite(values)]
     if not len(values):
         return None
+    # A spike of the loss must not flatten the curve either.
     lowest, highest = np.quantile(values, [0.0, 0.995])
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)

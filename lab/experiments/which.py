@@ -404,8 +404,9 @@ def announce(rounds: Rounds, hours: float) -> None:
 def run_rounds(trainings: WhichTrainings, rounds: Rounds, deadline: float) -> None:
     """Train rounds until no candidate needs another one, or until the time is over.
 
-    Rounds that have ended in earlier starts of the command are read. The answer is written before
-    each round that is trained. It is written and printed at the end.
+    Rounds that have ended in earlier starts of the command are read. All rounds are added to
+    `rounds`. The answer is written before each round that is trained. It is written and printed at
+    the end. `deadline` is a value of `time.monotonic`.
     """
     while candidates := open_candidates(rounds):
         matrix = matrix_of(trainings, rounds, candidates, number=1)

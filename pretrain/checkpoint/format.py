@@ -146,8 +146,8 @@ def remove(parent: Path, folders: list[Path]) -> None:
     """Delete checkpoints that are not needed any more.
 
     Delete the checkpoints in `folders`. Also delete all checkpoints in `parent` that were set
-    aside, and all incomplete checkpoints of processes that ended during a save. If a deletion
-    fails, log a warning and raise no error, because the remaining files only occupy disk space.
+    aside, and all incomplete checkpoints, so no save may be in progress. If a deletion fails, log a
+    warning and raise no error, because the remaining files only occupy disk space.
     """
     try:
         for folder in folders:

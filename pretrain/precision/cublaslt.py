@@ -287,7 +287,7 @@ class Products:
         for name, arguments in _SIGNATURES.items():
             # ctypes assumes an int as the result, which is right for all of these functions.
             getattr(self.library, name).argtypes = arguments
-        self.handle = self.create("")
+        self.handle = self.create("")  # cublasLtCreate
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON

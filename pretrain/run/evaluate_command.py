@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     """
     path, overrides, datasets = arguments_of_evaluate(options)
     recipe_of_run = load_recipe(path, overrides)
-    names, skipped = supported_precisions(options.precisions or [], recipe_of_run)
+    names, skipped = expand_all(options.precisions or [], recipe_of_run)
     # Set the folder of the run before --precisions replaces its precision, because the name of the
     # default folder contains the precision.
     environment = dict(os.environ)  # a copy, because `with_precision` removes variables
@@ -124,7 +124,7 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
     ]
 
 
-def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence[str], list[str]]:
+def expand_all(names: Sequence[str], recipe: Recipe) -> tuple[Sequence[str], list[str]]:
     """Return `names` and [], unless `names` contains "all".
 
     For "all", return the quantized precisions that suit the pack length and the model of `recipe`,

@@ -52,7 +52,7 @@ def draw_documents(
 def draw_long_document(
     shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int
 ) -> tuple[Microbatch, Documents]:
-    """Draw random packs of one document. Only the last document has labels.
+    """Draw random packs. Each pack is one document, and only the last pack has labels.
 
     At most LABELS tokens, evenly spaced among the first `longest` tokens, have labels. `_draw`
     describes the other arguments.

@@ -425,9 +425,12 @@ class TransformerEngineArithmetic(KernelArithmetic):
     ) -> MLPActivation:
         kernels = self.kernels.activation
         quantizer = down.quantizer("input")
+        # The kernel writes two operands: the input of `down`, which `supports` checks, and the
+        # output gradient of `gate_up`.
         if gate_up.gemm.quantizes and kernels.supports(hidden, quantizer, gated=gated):
             return TensorScaledActivation(kernels, gated, gate_up, down)
-        # Transformer Engine sums no gradients of biases.
+        # Transformer Engine's kernel writes only the input of `down`, and sums no gradients of
+        # biases.
         if down.gemm.quantizes and gated and not gate_up.sums_gradient:
             import transformer_engine_torch as tex
 
