@@ -131,7 +131,7 @@ def draw_cell(axes: Axes, x: float, y: float, width: float, height: float, color
 # Questions of the picture of the choice: the question, and the answer if it is "no".
 QUESTIONS = (
     ("Does the GPU compute FP8?\nAda, Hopper, Blackwell: yes.\nA100, RTX 30: no.", "bf16"),
-    ("Has the model at least\n0.1 billion parameters?", "bf16: FP8\nis not faster"),
+    ("Has the model at least\n0.1 billion parameters?", "bf16: FP8\ngains little"),
     ("Is the model dense?", "ask which:\nexperts gain\nless speed"),
     ("May the training loss\nrise by 0.2 to 0.3 %?", "bf16"),
     (
