@@ -49,8 +49,8 @@ PRECISIONS = {"BF16": "#9AA5B1", "FP8": "#0072B2", "FP8 with the head": "#56B4E9
 # Files of measurements beside a busy GPU.
 BUSY = ("h200_peers_fp8", "h200_peers_megatron")
 SPEED_NOTES = (
-    "Hatched: another GPU of the host was busy. In FP8, llmq's calls of\n"
-    "cuBLAS 12 went through a shim to cuBLAS 13.\n"
+    "Hatched: another GPU of the host was busy. llmq's calls of cuBLAS 12\n"
+    "went through a shim to cuBLAS 13.\n"
     "¹ llmq keeps weights, moments and gradients in BF16, and its model\n"
     "has no norms of queries and keys."
 )
