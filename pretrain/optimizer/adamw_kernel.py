@@ -204,11 +204,13 @@ def prepare_update(
             aligned=aligned,
         )
         by_kind[hyper, kind].append((*addresses, values))
+    # A launch has only addresses. Keep the tensors of `updates` until it has started, because some
+    # are copies of gradients that nothing else refers to.
     launches = [
-        _prepare_launch(parameters, hyper, kind, coefficient)
+        (_prepare_launch(parameters, hyper, kind, coefficient), updates)
         for (hyper, kind), parameters in by_kind.items()
     ]
-    return lambda: torch.stack([launch() for launch in launches]).sum()
+    return lambda: torch.stack([launch() for launch, _ in launches]).sum()
 
 
 def _prepare_launch(

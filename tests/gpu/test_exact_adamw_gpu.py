@@ -111,6 +111,18 @@ def on_device(tensors: ParameterTensors) -> ParameterTensors:
     return ParameterTensors(*copies)
 
 
+def test_prepared_updates_keep_copies_of_strided_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "prepare_updates", prepare_update)
+    parameter = nn.Parameter(torch.zeros(512, 384, device=DEVICE))
+    parameter.grad = torch.ones(384, 512, device=DEVICE).t()
+    update = ExactAdamW([parameter], lr=1e-3).prepare()
+    # These tensors would get the memory of the copy.
+    zeros = [torch.zeros_like(parameter) for _ in range(4)]
+    update()
+    assert parameter.all()
+    assert not any(map(Tensor.any, zeros))
+
+
 def test_special_master_weights_keep_all_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     # Use the kernel on every device.
     monkeypatch.setattr(adamw, "prepare_updates", prepare_update)
