@@ -135,9 +135,9 @@ def launch(arguments: argparse.Namespace) -> int:
         # An earlier process of this run may have added the served loss. Then the run is finished.
         if served and not stopped_by and not read_finished(run_dir):
             add_served_loss(served, accelerator, folder, console)
-        # Call this after `carry_out` has returned. Only then can the model be freed, which must
-        # happen before the process group ends. Then only the first rank waits for object storage.
-        distributed.end_processes(accelerator)
+        # `carry_out` has returned, so no variable refers to its model. End the process group
+        # here, so that only the first rank waits for object storage.
+        distributed.end_process_group(accelerator)
     # Return 128 plus the signal's number, as shells do if a signal has ended a process.
     return 128 + stopped_by if stopped_by else 0
 

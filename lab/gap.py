@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +22,8 @@ from foundation.units import UNKNOWN, markdown, signed
 from packing.batch import Batching, Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.launch.environment import with_precision
-from pretrain.model.distributed import as_launched, end_processes
+from pretrain.metrics.console import Console
+from pretrain.model.distributed import as_launched, end_process_group
 from pretrain.model.gradients import gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import compute_microbatch
@@ -48,19 +50,29 @@ def main(options: argparse.Namespace) -> int:
     with explaining_errors():
         job = prepare_job(recipe, accelerator, overrides)
         console = open_console(job, accelerator, notices)
-        assembly, source = load_assembly(job, accelerator, str(checkpoint), console)
-        batch: list[Microbatch] = []
-        for packs, count in evaluated_packs(job.data.held_out, options.packs).values():
-            with Batching(**job.batching(accelerator)).evaluation(packs, count) as microbatches:
-                batch += microbatches
-        with overridden(assembly.context, quantizing=False):
-            in_bf16 = loss_and_gradients(batch, job, assembly, accelerator)
-        # The iterator switches the model to each precision.
-        for name in in_low_precisions(job, accelerator, assembly, source):
-            low = loss_and_gradients(batch, job, assembly, accelerator)
-            console.notice(f"\n{name}: {describe(low, in_bf16, assembly, accelerator)}")
-        end_processes(accelerator)
+        print_gaps(job, accelerator, checkpoint, options.packs, console)
+        end_process_group(accelerator)
     return 0
+
+
+def print_gaps(
+    job: Job, accelerator: Accelerator, checkpoint: Path, pack_limit: int, console: Console
+) -> None:
+    """Load the checkpoint, and print its gap in each low precision of `job`.
+
+    `pack_limit` is the `limit` of `evaluated_packs`. All ranks must call this function.
+    """
+    assembly, point = load_assembly(job, accelerator, str(checkpoint), console)
+    batch: list[Microbatch] = []
+    for packs, count in evaluated_packs(job.data.held_out, pack_limit).values():
+        with Batching(**job.batching(accelerator)).evaluation(packs, count) as microbatches:
+            batch += microbatches
+    with overridden(assembly.context, quantizing=False):
+        in_bf16 = loss_and_gradients(batch, job, assembly, accelerator)
+    # The iterator switches the model to each precision.
+    for name in in_low_precisions(job, accelerator, assembly, point):
+        low = loss_and_gradients(batch, job, assembly, accelerator)
+        console.notice(f"\n{name}: {describe(low, in_bf16, assembly, accelerator)}")
 
 
 def loss_and_gradients(

@@ -142,11 +142,12 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
         state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
 
 
-def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. The exit of a single process does both.
+def end_process_group(accelerator: Accelerator) -> None:
+    """Drop Accelerate's references to the model and end the process group, if there is one.
 
-    All ranks must call this function. The model is freed first, because under FSDP2 the process is
-    aborted if the process group ends while the model still exists.
+    Under FSDP2, a process is aborted if its process group ends while a model exists. So no variable
+    of a running function may refer to the model or its optimizer: build and use them in a function
+    that has returned. All ranks must call this function.
     """
     if accelerator.num_processes == 1:
         return

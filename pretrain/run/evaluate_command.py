@@ -28,7 +28,7 @@ from pretrain.launch.environment import with_precision
 from pretrain.launch.launcher import count_gpus
 from pretrain.metrics.console import Console
 from pretrain.model.configuration import load_config
-from pretrain.model.distributed import as_launched, end_processes
+from pretrain.model.distributed import as_launched, end_process_group
 from pretrain.model.huggingface import build_on_meta
 from pretrain.precision.settings import (
     OPTIONS,
@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         # Do not call a dataset held out, because the run may have been trained on it.
         loss = f"loss on {datasets[0]}" if datasets else "held-out loss"
         _evaluate(job, accelerator, [*skipped, *notices], options.resume, loss)
-        end_processes(accelerator)
+        end_process_group(accelerator)
     return 0
 
 
