@@ -163,19 +163,20 @@ def _judge_draws(errors: Tensor) -> float:
     allowed = (1 - LEAST_LIKENESS) * among_plain.clamp(min=1e-100)
     unlike = ((among_plain - of_run) / allowed).item()
     # Both the tolerance and the standard deviations must be exceeded.
-    size_excess = min(difference / ROW_LEEWAY, _deviation(squares))
-    direction_excess = min(unlike, _deviation(inner))
+    size_excess = min(difference / ROW_LEEWAY, _squared_excess(squares))
+    direction_excess = min(unlike, _squared_excess(inner))
     return max(size_excess, direction_excess)
 
 
-def _deviation(statistic: Tensor) -> float:
-    """Return the squared deviation of the first draw's sum over rows, in units of SIGMAS.
+def _squared_excess(statistic: Tensor) -> float:
+    """Return (deviation / (SIGMAS * standard deviation))² for the run's sum of `statistic`.
 
-    If the run rounds correctly, then in each row, its value is a random choice from the values of
-    all draws, because the draws have the same distribution. Rows are rounded independently, so the
-    variance of the sum is the sum of the variances of the rows.
+    The sum is over the rows. Its deviation is the difference from the mean of all columns' sums. If
+    the run rounds correctly, its errors have the same distribution as our quantizer's errors. Then
+    the run's value in a row is a random choice from all values of the row. Rows are rounded
+    independently, so the variance of the sum is the sum of the variances of the rows.
 
-    statistic: a value for each row and draw, [rows, draws].
+    statistic: a value for each row and error, [rows, 1 + draws]. The run's error comes first.
     """
     centered = statistic - statistic.mean(1, keepdim=True)
     variance = centered.square().mean(1).sum().clamp(min=1e-100)
