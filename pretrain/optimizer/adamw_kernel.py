@@ -117,7 +117,15 @@ def _adamw(
     aligned: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Update `block` values of one parameter in place: weight, remainder and both moments.
+    """Update `block` values of one parameter in place, as `ParameterTensors` describes.
+
+    `moments` chooses one of three computations:
+
+    * 2: AdamW updates weight, remainder and both moments.
+    * 1: Muon updates its momentum exp_avg. Its `weight` is the buffer of the direction, which is
+      overwritten by g + beta2 * (exp_avg - g). Here g is the clipped gradient, and beta2 is the
+      momentum. The learning rate is 0, so `frozen` is 0.
+    * 0: Muon updates weight and remainder. `gradient` is the direction, and is not clipped.
 
     If `exact` is True, the weights are BF16 and have remainders. If `aligned` is True, all
     addresses and the number of values are multiples of ALIGNMENT, so that values can be loaded
