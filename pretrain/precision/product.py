@@ -412,9 +412,11 @@ class SingleWeightPass(LinearPass):
         operand = self.quantize("input", x)
         # The quantized weight, from forward to backward.
         self.weight = gemm.weight_operand(
-            lambda: present(weight), refresh=self.refresh, differentiable=self.differentiable
+            lambda: require_not_freed(weight),
+            refresh=self.refresh,
+            differentiable=self.differentiable,
         )
-        y = self.forward_product(operand, self.weight, lambda: present(weight), bias)
+        y = self.forward_product(operand, self.weight, lambda: require_not_freed(weight), bias)
         return y, gemm.save(operand) if self.differentiable else ((), None)
 
     def backward(
@@ -469,12 +471,12 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def present(weight: Tensor) -> Tensor:
+def require_not_freed(weight: Tensor) -> Tensor:
     """Return `weight`. Raise RuntimeError if its values were freed (`pretrain.model.sharding`).
 
     Reading freed values would end the process.
     """
-    if weight.untyped_storage().size() == 0 < weight.numel():
+    if weight.numel() > 0 and weight.untyped_storage().size() == 0:
         raise RuntimeError(
             "FSDP2: a product reads a gathered weight that was freed when it was quantized"
         )

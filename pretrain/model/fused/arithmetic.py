@@ -31,7 +31,12 @@ from pretrain.model.fused import formulas
 from pretrain.model.gradients import Summed
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm, Operand, TorchGemm
-from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, present
+from pretrain.precision.product import (
+    LinearPass,
+    LinearState,
+    PrecisionContext,
+    require_not_freed,
+)
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 
@@ -192,7 +197,7 @@ def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
-    parts = [present(parameter.detach()) for parameter in parameters]
+    parts = [require_not_freed(parameter.detach()) for parameter in parameters]
     view = _rows_of_one(parts)
     return torch.cat(parts) if view is None else view
 

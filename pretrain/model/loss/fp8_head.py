@@ -26,7 +26,7 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.logit_change import LogitChange
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.observed import fp8_format
-from pretrain.precision.product import LinearPass, PrecisionContext, present
+from pretrain.precision.product import LinearPass, PrecisionContext, require_not_freed
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 _BF16 = torch.bfloat16
@@ -53,7 +53,7 @@ def fused_head(
 
     def matrix() -> Tensor:
         """Return the unquantized weight in BF16."""
-        return present(weight.detach()).to(_BF16)
+        return require_not_freed(weight.detach()).to(_BF16)
 
     head_pass = HeadPass(gemm, context, differentiable=True)
     # Transformer Engine reads only the dtype and the device of this input.
