@@ -196,13 +196,13 @@ class Gemm(ABC):
         return tensors
 
     @staticmethod
-    def is_first_in_forward() -> bool:
+    def claim_first_in_forward() -> bool:
         """Return True if this Gemm must call `finish_backward` after its backward.
 
         This is the Gemm that runs first in the forward of the model. In backward it runs last, so
-        all gradients have been quantized. Call the method once for each Gemm and forward, because
-        only the first call in a forward returns True. A class whose `finish_backward` does nothing
-        always returns False.
+        all gradients have been quantized. Each Gemm must call this method once in a forward,
+        because only the first call in a forward returns True. A class whose `finish_backward` does
+        nothing always returns False.
         """
         return False
 

@@ -408,7 +408,7 @@ class SingleWeightPass(LinearPass):
         gemm = self.gemm
         gemm.begin(x)
         # True if all gradients have been quantized after the backward of this pass.
-        self.ends_backward = self.differentiable and gemm.is_first_in_forward()
+        self.ends_backward = self.differentiable and gemm.claim_first_in_forward()
         operand = self.quantize("input", x)
         # The quantized weight, from forward to backward.
         self.weight = gemm.weight_operand(

@@ -319,14 +319,15 @@ class TransformerEngineGemm(Gemm):
         return list(library().restore_from_saved(rest, list(tensors)))
 
     @staticmethod
-    def is_first_in_forward() -> bool:
+    def claim_first_in_forward() -> bool:
+        """Return True in the first call of a forward, see `Gemm.claim_first_in_forward`."""
         manager = library().quantization.FP8GlobalStateManager
         if not manager.is_fp8_enabled():
             return False
         if library().distributed.in_fp8_activation_recompute_phase():
-            # Backward is recomputing a layer. The call below would reset the flag, so read the flag
-            # directly.
+            # Backward is recomputing a layer. Read the flag without resetting it.
             return manager.quantization_state.is_first_fp8_module
+        # This call also resets the flag, so that the next call returns False.
         return manager.is_first_fp8_module()
 
     @staticmethod

@@ -425,7 +425,7 @@ class NormedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
         product = StackedPass(layer.qkv, x, differentiable=differentiable)
-        ctx.call = (layer, product, attention, arithmetic.gemm_class.is_first_in_forward())
+        ctx.call = (layer, product, attention, arithmetic.gemm_class.claim_first_in_forward())
         normed, rstd, mean = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
         q, k, v = arithmetic.kernels.rotary.rotate(
@@ -527,7 +527,7 @@ class OutputAndMLP(torch.autograd.Function):
         # The first product of a forward is in the other node if attention is fused.
         is_first_in_forward = False
         if attended is None:
-            is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
+            is_first_in_forward = arithmetic.gemm_class.claim_first_in_forward()
         else:
             output = StackedPass(layer.output, attended, differentiable=differentiable)
             operand = output.quantize("input", attended)

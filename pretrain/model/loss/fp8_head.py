@@ -59,7 +59,7 @@ def fused_head(
     # Transformer Engine reads only the dtype and the device of this input.
     gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
-        is_first = gemm.is_first_in_forward()
+        is_first = gemm.claim_first_in_forward()
         quantized_weight = gemm.weight_operand(
             matrix, refresh=head_pass.refresh, differentiable=True
         )
