@@ -286,7 +286,7 @@ def _compare(
         if active.precision.quantized:
             # Free memory for the quantized passes.
             del reference
-            failures += _compare_quantized(parity, path, step, active, loss_factor)
+            parity = _with_quantized_path(parity, path, step, active, loss_factor)
     return parity
 
 
@@ -429,17 +429,24 @@ def _reference(
     )
 
 
-def _compare_quantized(
+def _with_quantized_path(
     parity: Parity,
     path: _PackedPath,
     step: StepBatches,
     active: ActivePrecision,
     loss_factor: float,
-) -> list[str]:
-    """Compare the quantized path with the unquantized path, and return a line for each mismatch.
+) -> Parity:
+    """Return `parity` with the figures and the mismatches of the quantized path.
+
+    Three passes start with equal histories, scales and random numbers. The first one computes the
+    gradients of `step` as in training. The second one computes each microbatch alone. The third one
+    repeats the first one with probes, which compare the products and the histories. Only the loss
+    and the gradient norm are compared with the unquantized path.
+
+    The gradients and the state of the third pass remain. `check_parity` clears and restores them.
 
     Args:
-        parity: Result of the unquantized path. The figures of the quantized path are added to it.
+        parity: Result of the unquantized path. Its list of failures is extended.
         path: Path of training.
         step: Random microbatches.
         active: Precision of the quantized path.
@@ -459,18 +466,11 @@ def _compare_quantized(
         context.go_back(state)
         torch.manual_seed(0)
 
-    # Compute the step three times from equal states. First, sum the gradients as in training.
     start_again()
     path.run(step)
     together = {name: gradient.clone() for name, gradient in gradients_of(model.hf).items()}
-    # Second, compute each microbatch alone, and sum the gradients here in FP32.
     start_again()
-    summed: dict[str, Tensor] = {}
-    for microbatch in step.microbatches:
-        path.run(replace(step, microbatches=[microbatch]))
-        for name, gradient in gradients_of(model.hf).items():
-            summed[name] = gradient.float() + summed.get(name, 0.0)
-    # Third, repeat the first pass with probes, which check the products and the histories.
+    summed = _sum_over_microbatches(path, step)
     start_again()
     products = ProductCheck(context, active)
     head = HeadCheck(model, step)
@@ -480,13 +480,27 @@ def _compare_quantized(
         loss = path.run(step, around_first=histories) * loss_factor
     norm = gradient_norm(model.parameters()).item()
     bias_gradients = _bias_gradients(model, products, path.accelerator)
-    parity.quantized_loss = loss
-    parity.quantized_gradient_norm = norm
-    parity.products = products.compared()
-    parity.codes = compare_codes(products, active)
-    parity.derived = worst_first([*head.compared, *bias_gradients])
-    parity.sums = judge_sums(together, summed, gradients_of(model.hf))
-    return _quantized_mismatches(parity, loss, norm, wrong_histories)
+    result = replace(
+        parity,
+        quantized_loss=loss,
+        quantized_gradient_norm=norm,
+        products=products.compared(),
+        codes=compare_codes(products, active),
+        derived=worst_first([*head.compared, *bias_gradients]),
+        sums=judge_sums(together, summed, gradients_of(model.hf)),
+    )
+    result.failures += _quantized_mismatches(result, loss, norm, wrong_histories)
+    return result
+
+
+def _sum_over_microbatches(path: _PackedPath, step: StepBatches) -> dict[str, Tensor]:
+    """Run each microbatch of `step` alone, and return the sums of their gradients in FP32."""
+    sums: dict[str, Tensor] = {}
+    for microbatch in step.microbatches:
+        path.run(replace(step, microbatches=[microbatch]))
+        for name, gradient in gradients_of(path.model.hf).items():
+            sums[name] = gradient.float() + sums.get(name, 0.0)
+    return sums
 
 
 def _quantized_mismatches(
