@@ -34,6 +34,9 @@ from pretrain.settings.recipe import LossSettings
 # a token's logits, averaged over tokens. In most small correct models the difference is at most
 # 0.15.
 NEAR = 0.25
+# Largest relative difference of the sums of two tokens' weights in a router that normalizes them.
+# It allows for sums of rounded weights.
+SAME_TOTAL = 0.02
 
 
 def wrong_batches(
@@ -173,21 +176,32 @@ def _weights_of(recorded: Tensor, logits: Tensor, chosen: Tensor, weights: Tenso
     """Return the weights [tokens, choices] that a router would give to the `recorded` experts.
 
     `logits` [tokens, experts], `chosen` and `weights` are the results of the router. The weights of
-    a token are its scores times a factor of the token. The scores are the softmax or the sigmoid of
-    the logits, whichever fits `weights` better.
+    a token are its scores times a factor of the token.
+    """
+    scores = _scores_of(logits, chosen, weights)
+    totals = weights.float().sum(1, keepdim=True)
+    # A router that normalizes the weights gives other experts weights with the same sum. With any
+    # other router, the factor stays the same.
+    normalizes = (totals - totals[0]).abs().max() < SAME_TOTAL * totals[0]
+    divided = recorded if normalizes else chosen
+    factors = totals / scores.gather(1, divided).sum(1, keepdim=True)
+    return factors * scores.gather(1, recorded)
+
+
+def _scores_of(logits: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the softmax or the sigmoid of a router's logits, whichever fits its weights better.
+
+    The arguments are as in `_weights_of`. The quotient of weights and scores is the factor of a
+    token, so it is the same for all chosen experts if the scores are right. With one choice per
+    token, both fit, and the result is the softmax. `_weights_of` is then inexact for a router that
+    uses the sigmoid and does not normalize.
     """
 
-    def spread(scores: Tensor) -> float:
-        """Return the variance of the factor's logarithm. It is about 0 for the right scores."""
+    def variance(scores: Tensor) -> float:
+        """Return the variance of the quotient's logarithm within tokens, summed over tokens."""
         return (weights / scores.gather(1, chosen)).log().var(1, correction=0).sum().item()
 
-    scores = min(logits.softmax(-1), logits.sigmoid(), key=spread)
-    totals = weights.float().sum(1, keepdim=True)
-    # If all tokens have nearly the same sum of weights, the router normalizes the weights. The
-    # weights of other experts then have the same sum too. Otherwise the factor stays the same.
-    is_normalized = (totals - totals[0]).abs().max() < 0.02 * totals[0]
-    divisors = scores.gather(1, recorded if is_normalized else chosen).sum(1, keepdim=True)
-    return (totals / divisors) * scores.gather(1, recorded)
+    return min(logits.softmax(-1), logits.sigmoid(), key=variance)
 
 
 class Documents(NamedTuple):
