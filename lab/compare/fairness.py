@@ -97,6 +97,8 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
         # The config.json files of two models differ in many keys. Report only the name of the
         # model.
         changed = [key for key in changed if not key.startswith(SOURCE)]
+    # `training_of` skips settings without effect on the run, such as those of Muon with AdamW. If
+    # such a setting has an effect on the other run, compare its values in both recipes.
     first_settings = settings_of(first) | first_training
     second_settings = settings_of(second) | second_training
     differences = {}
