@@ -67,7 +67,7 @@ class Verdict:
     tokens_per_second: float | None = None
     # Speed of the candidate divided by the baseline's speed.
     speedup: float | None = None
-    # Peak memory of the candidate's run.
+    # Peak memory of the candidate's run with the first seed.
     memory_gib: float | None = None
     # Factor by which the training tokens would have to grow until the candidate has the baseline's
     # loss. It is estimated from the slope of the baseline's loss.
@@ -169,6 +169,8 @@ def verdict_of(protocol: Protocol, rounds: Sequence[Round], name: str) -> Verdic
         verdict.tokens_per_second = statistics.median(speeds)
         verdict.speedup = speedup.mean
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        # With CANNOT_TELL, the interval of the loss may be unbounded, as with one seed. A candidate
+        # without an interval of its gain is not recommended.
         if base_clearly_falls and word != CANNOT_TELL:
             verdict.gain_interval = gain_interval(protocol, held_out, slope, speedup)
     return verdict
