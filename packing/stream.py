@@ -61,11 +61,11 @@ LOG = "packer.log"
 
 @dataclass(frozen=True)
 class PartStart:
-    """Start of a part: an offset in the source, and numbers of earlier parts, epochs and packs."""
+    """Start of a part: an offset in the source, the last epoch, and numbers of parts and packs."""
 
     # Number of the part, counted from 0.
     number: int = 0
-    # Number of times that the source has ended before this part.
+    # Epoch of the documents of the previous part, or 0 for the first part.
     epoch: int = 0
     # Offset in the source at which the part starts. Files on the disk call it `place`.
     place: dict[str, Any] = field(default_factory=dict)
@@ -78,10 +78,14 @@ class Part:
     """An opened part of a stream on the disk."""
 
     start: PartStart
-    # Start of the next part. All documents of this part are from the epoch `after.epoch`, because
-    # a part ends at the end of the source.
+    # Start of the next part.
     after: PartStart
     packs: ArrowPacks
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of all documents. A part does not continue after its source's end."""
+        return self.after.epoch
 
 
 def part_folder(folder: Path, number: int) -> Path:
@@ -409,9 +413,9 @@ class StreamOrder(Order):
     def metrics(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
 
-        The epochs of a source are the number of times that it has ended before `place`. The metric
-        `epoch` is the smallest of these numbers. The dict also has the number of each source's
-        current part.
+        The epoch of a source is that of its last pack before `place`, counted from 0. The metric
+        `epoch` is the smallest epoch of all sources. The dict also has the number of each source's
+        current part. Waits for this part if it is not on the disk, as `packs_at` does.
         """
         metrics = super().metrics(place)
         epochs = []
@@ -419,7 +423,7 @@ class StreamOrder(Order):
             # The part that has the source's last pack before `place`, or the source's first part.
             count = int(self.mixture.packs_before(place)[number])
             part = self.packs.part_of(number, max(count - 1, 0), self._wait)
-            epochs.append(float(part.after.epoch))
+            epochs.append(float(part.epoch))
             end = f"/{name}" if name else ""
             metrics[f"epoch{end}"] = epochs[-1]
             metrics[f"part{end}"] = part.start.number
