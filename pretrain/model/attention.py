@@ -518,7 +518,10 @@ def cudnn_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients dq [T, H, D], and dk and dv [T, KV, D]."""
+    """Return the gradients dq [T, H, D], and dk and dv [T, KV, D].
+
+    `flash_backward_in_parts` describes the arguments. cuDNN's log-sums are [T, H, 1].
+    """
     kernels = _cudnn()
     backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
     # The state of a random number generator, which only dropout reads.
