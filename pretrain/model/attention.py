@@ -55,10 +55,10 @@ from pretrain.model.scores import (
     WITH_SINKS,
     Scores,
     flash_scores,
+    no_kernel_message,
     scores_obstacle,
     sink_in,
     unsupported_cap,
-    without_kernel,
 )
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
@@ -813,8 +813,12 @@ def refusal_of(requested: Attention, case: Case) -> str | None:
                 f"model.attention: {requested} cannot be used here: {requested} {reason}; "
                 "set model.attention: auto"
             )
-    elif case.changed_scores and case.device_type == "cuda":
-        return without_kernel(case.changed_scores, obstacle("flash_attn", case))
+    elif (
+        case.changed_scores
+        and case.device_type == "cuda"
+        and (reason := obstacle("flash_attn", case))
+    ):
+        return no_kernel_message(case.changed_scores, reason)
     return None
 
 

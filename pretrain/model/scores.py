@@ -111,14 +111,12 @@ def scores_obstacle(name: str, case: Any) -> str | None:
     return f"has no backward of {case.changed_scores} for heads of more than 128 values on this GPU"
 
 
-def without_kernel(changed: str, reason: str | None) -> str | None:
-    """Return the error message for a GPU without kernels for changed scores, or None.
+def no_kernel_message(changed: str, reason: str) -> str:
+    """Return the error message for a GPU without kernels for changed scores.
 
     changed: the change of the scores in words.
-    reason: the reason why flash_attn cannot run. None if flash_attn can compute the scores.
+    reason: the reason why flash_attn cannot run.
     """
-    if reason is None:
-        return None
     return (
         f"model: on a GPU, only FlashAttention-4 computes {changed}, but flash_attn {reason}. If "
         "documents are short, set `model.attention: sdpa`, which keeps the scores of all layers in "
