@@ -374,6 +374,8 @@ class TransformerEngineArithmetic(KernelArithmetic):
         weight, bias, eps = self.parameters_in_compute_dtype(norm)
 
         def compute(quantizer: Any | None) -> Any:
+            """Return the output, mean and rstd. The mean of an RMSNorm is None."""
+            # None allocates the output, and 0 is the number of SMs to leave to other kernels.
             options = (eps, None, quantizer, tex.DType.kBFloat16, 0, is_zero_centered(norm))
             if bias is None:
                 return tex.rmsnorm_fwd(x, weight, *options)
@@ -399,6 +401,7 @@ class TransformerEngineArithmetic(KernelArithmetic):
         import transformer_engine_torch as tex
 
         weight = norm.weight.detach().to(self.context.compute_dtype)
+        # 0 is the number of SMs to leave to other kernels.
         options = (0, is_zero_centered(norm))
         dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, *options)
         return dx, gradients, _token_sums(dx, residual) if summed else (None, None)
