@@ -115,9 +115,13 @@ class LossHead(nn.Linear):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the summed loss, an FP32 scalar, or logits [..., vocabulary] without `labels`.
 
-        In training, the loss includes the penalty of `loss.penalty`. In evaluation, the loss is the
-        cross-entropy. If the weight has a `main_grad` (FP32 or BF16), backward adds the weight
-        gradient to this `main_grad` and returns no gradient for the weight.
+        In training mode, the loss includes the penalty of `loss.penalty`. In evaluation mode, it is
+        the cross-entropy, which has no gradient if there is a penalty. In both modes, a head with a
+        penalty adds the parts of the loss to the sums of `take_parts`.
+
+        Gradients are computed unless torch disables them. If the weight has a `main_grad` (FP32 or
+        BF16), backward adds the weight gradient to this `main_grad` and returns no gradient for the
+        weight.
 
         Args:
             hidden: Hidden states [..., hidden].
@@ -126,10 +130,7 @@ class LossHead(nn.Linear):
         # The Gemm of the current precision, or None if the head is not quantized now.
         low = self.state.low
         if labels is None:
-            if low is None:
-                return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-            logits = self.state(hidden.flatten(0, -2), self.weight, self.bias)
-            return logits.unflatten(0, hidden.shape[:-1])
+            return self._logits(hidden, low)
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
         # `cce` supports neither a bias nor a penalty. The constructor refuses a bias, and the
@@ -142,11 +143,16 @@ class LossHead(nn.Linear):
             trained, parts = self.sum_losses(self._evaluate(hidden, labels, low))
         if self.penalty is None:
             return trained
-        # `_parts` accumulates the sums of cross-entropies and penalties over forward passes, until
-        # `take_parts` resets it. The tensor is not replaced, because CUDA graphs write to it.
-        self._parts = parts.clone() if self._parts is None else self._parts.add_(parts)
+        self._add_parts(parts)
         cross_entropy = parts[0]
         return trained if self.training else cross_entropy
+
+    def _logits(self, hidden: Tensor, low: Gemm | None) -> Tensor:
+        """Return the logits [..., vocabulary], see `forward`. `low` is as in `_evaluate`."""
+        if low is None:
+            return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
+        logits = self.state(hidden.flatten(0, -2), self.weight, self.bias)
+        return logits.unflatten(0, hidden.shape[:-1])
 
     def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> Tensor:
         """Return the losses as `sum_losses` expects them, without computing gradients.
@@ -189,6 +195,11 @@ class LossHead(nn.Linear):
         if self.penalty:
             trained = trained + self.penalty.weight * parts[1]
         return trained.float(), parts.float()
+
+    def _add_parts(self, parts: Tensor) -> None:
+        """Add the sums of one forward, FP32 [2], to the sums that `take_parts` returns."""
+        # The tensor is not replaced, because CUDA graphs write to it.
+        self._parts = parts.clone() if self._parts is None else self._parts.add_(parts)
 
     def take_parts(self) -> Tensor | None:
         """Return the sums of cross-entropies and penalties since the last call, and reset them.
@@ -454,7 +465,8 @@ class Penalty:
         ):
             # `scores` is `some_logits` if the logits are FP32 and are not changed.
             scores = change(some_logits.float())
-            # `_overwrite` overwrites the scores, from which the slopes are computed.
+            # `_overwrite` overwrites the scores, from which the slopes are computed. Without a cap,
+            # the slopes are one number.
             slopes = change.slopes(scores)
             some_losses.copy_(self._overwrite(scores, some_labels))
             if change != UNCHANGED:
