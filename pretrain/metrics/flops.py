@@ -243,9 +243,12 @@ def _linear_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _experts_per_token(model: PreTrainedModel) -> int:
-    """Return the number of experts that a token chooses in each layer, or 0 without experts."""
+    """Return the number of experts that a token chooses in each layer.
+
+    Return 0 if the model has no experts, or if the number differs between layers. The weights of
+    such experts are then `uncounted`.
+    """
     number = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    # The setting is missing, or it differs between layers.
     if type(number) is not int:
         return 0
     return number
