@@ -101,7 +101,11 @@ class Job:
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
     def with_settings(self, section: str, **values: Any) -> Job:
-        """Return a copy of the job with changed values in one section of its recipe."""
+        """Return a copy of the job with changed values in one section of its recipe.
+
+        The values are not validated. The choices that `plan_for` has made for the earlier values
+        stay: `Plan.attention`, `layers`, `loss_chunk` and `keeps_rotated`.
+        """
         changed = getattr(self.recipe, section).model_copy(update=values)
         recipe = self.recipe.model_copy(update={section: changed})
         return replace(self, plan=replace(self.plan, recipe=recipe))
