@@ -209,11 +209,9 @@ class Run:
         loss = losses["loss"]
         is_labelled = batches.valid_tokens > 0
         if not decision.proceed:
+            # `frozen` describes the update of an earlier step.
             frozen = 0.0
-        if decision.reason and decision.action in ("update", "skip"):
-            self.console.warning(decision.reason)
-        for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):
-            self.console.warning(warning)
+        self._print_warnings(decision, frozen, batches.valid_tokens, losses)
         record: dict[str, Any] = {"step": state.step, "tokens": state.tokens}
         if self.job.data.has_masks:
             record["trained_tokens"] = state.valid_tokens
@@ -237,6 +235,18 @@ class Run:
         record["sum_squared_lengths"] = batches.sum_squared_lengths
         record["skipped"] = not decision.proceed
         return record
+
+    def _print_warnings(
+        self, decision: StepDecision, frozen: float, labels: int, losses: Mapping[str, float]
+    ) -> None:
+        """Print warnings about the step. The arguments are as in `record_of_step`.
+
+        The reasons for other decisions than "update" and "skip" are printed when the run ends.
+        """
+        if decision.reason and decision.action in ("update", "skip"):
+            self.console.warning(decision.reason)
+        for warning in self.health.warnings_of(self.state.step, frozen, labels, losses):
+            self.console.warning(warning)
 
     def log(self, metrics: dict[str, Any], *, data_wait_ms: float) -> None:
         """Log a step to metrics.jsonl and the trackers, and print every `log.every`th step.
