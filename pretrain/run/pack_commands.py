@@ -1,4 +1,4 @@
-"""Commands for packs: train a tokenizer, prepare packs from text, show packs.
+r"""Commands for packs: train a tokenizer, prepare packs from text, show packs.
 
     python -m pretrain tokenizer my_text --vocabulary 8192 --out my_tokenizer
     python -m pretrain prepare recipes/smoke.yaml data.length=1024
@@ -58,11 +58,14 @@ def tokenizer_command(options: argparse.Namespace) -> None:
             "command line: a tokenizer is trained on text, not on token ids; "
             "set `data.text` to a column of text, or to a template of columns"
         )
+    # `reading_settings` chooses the columns to read from all columns of the opened source.
     source = open_source(settings, WITHOUT_COLUMNS)
     settings = reading_settings(settings, source)
-    source.records = TextTemplate.parse(settings.text)
     if settings.messages:
+        # The EOS token is empty, because a tokenizer does not learn the name of this token.
         source.records = chat_columns(settings, PLAIN, (("eos_token", ""),))
+    else:
+        source.records = TextTemplate.parse(settings.text)
     say(f"reading {source.description}")
     tokenizer = train_tokenizer(_texts(source, settings), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
