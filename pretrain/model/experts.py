@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -155,10 +156,7 @@ class Dispatched(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         row_of_choice = ctx.row_of_choice
         if in_bf16_on_a_gpu(dy):
-            # Imported here because it imports Triton, which is slow.
-            from pretrain.model import experts_kernel
-
-            return experts_kernel.combine(dy.contiguous(), row_of_choice, None, ctx.tokens), None
+            return _kernels().combine(dy.contiguous(), row_of_choice, None, ctx.tokens), None
         gradients_of_choices = dy.index_select(0, row_of_choice).view(ctx.tokens, -1, dy.shape[1])
         return gradients_of_choices.sum(1), None
 
@@ -176,9 +174,7 @@ class Combined(torch.autograd.Function):
         ctx.save_for_backward(rows, weights)
         ctx.groups = groups
         if in_bf16_on_a_gpu(rows):
-            from pretrain.model import experts_kernel
-
-            return experts_kernel.combine(rows, groups.row_of_choice, weights, len(weights))
+            return _kernels().combine(rows, groups.row_of_choice, weights, len(weights))
         choices = _choices_in_fp32(rows, groups, weights)
         return (choices * weights.float()[..., None]).sum(1).to(rows.dtype)
 
@@ -188,9 +184,7 @@ class Combined(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         groups = ctx.groups
         if in_bf16_on_a_gpu(rows):
-            from pretrain.model import experts_kernel
-
-            d_rows, d_weights = experts_kernel.combine_backward(
+            d_rows, d_weights = _kernels().combine_backward(
                 dy.contiguous(), rows, groups.row_of_choice, weights
             )
         else:
@@ -199,6 +193,13 @@ class Combined(torch.autograd.Function):
             d_choices = (dy * weights.float()[..., None]).flatten(0, 1)
             d_rows = d_choices.to(rows.dtype).index_select(0, groups.choice_of_row)
         return d_rows.index_fill_(0, groups.empty_rows, 0), d_weights.to(weights.dtype), None
+
+
+def _kernels() -> ModuleType:
+    """Import and return the Triton kernels. The import of Triton is slow."""
+    from pretrain.model import experts_kernel
+
+    return experts_kernel
 
 
 def _choices_in_fp32(rows: Tensor, groups: Groups, weights: Tensor) -> Tensor:
