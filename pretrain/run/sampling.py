@@ -43,13 +43,19 @@ def draw_samples(run: Run) -> None:
     settings = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(run.job.recipe.evaluate.samples):
-            # Each prompt has its own seed. If all prompts had the same seed, similar prompts would
-            # get similar texts.
-            seed = step_seed(run.job.recipe.seed, number, 0)
+            seed = seed_of_prompt(run.job.recipe.seed, number)
             text = sample(run.assembly.hf, tokenizer, prompt, TOKENS, TEMPERATURE, TOP_P, seed=seed)
             run.console.sample(prompt, text)
             samples.append({"prompt": prompt, "seed": seed, "text": text})
     run.trackers.log({"step": run.state.step, "event": "samples", **settings, "samples": samples})
+
+
+def seed_of_prompt(seed: int, number: int) -> int:
+    """Return the seed of prompt `number`, from the seed of the run or of the command.
+
+    Each prompt has a seed of its own. With one seed, similar prompts would get similar texts.
+    """
+    return step_seed(seed, step=number, rank=0)
 
 
 @torch.no_grad()
@@ -139,7 +145,7 @@ def main(options: argparse.Namespace) -> int:
                 options.tokens,
                 options.temperature,
                 options.top_p,
-                seed=step_seed(options.seed, number, 0),
+                seed=seed_of_prompt(options.seed, number),
             ),
         )
     return 0
