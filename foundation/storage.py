@@ -54,10 +54,10 @@ def refuse_secret(text: str) -> None:
 
 
 def path_for(address: str, parent: Path | None = None) -> Path:
-    """Return the path for `address` in the folder `parent`: for s3://bucket/name s3/bucket/name.
+    """Return the path for `address` in the folder `parent`.
 
-    Without `parent`, return the path of its copy in the cache. Raises InputError if a part of the
-    name is empty or consists of dots.
+    The path for s3://bucket/name is `parent`/s3/bucket/name. Without `parent`, return the path of
+    its copy in the cache. Raises InputError if a part of the name is empty or consists of dots.
     """
     scheme, _, name = address.partition("://")
     parts = name.strip("/").split("/")

@@ -232,11 +232,12 @@ def _real_files(name: str) -> set[str]:
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
     """Return `settings`, changed for reading `source` if necessary.
 
+    For text files, which have no columns, the keys that choose columns are set to their defaults.
+
     If `settings` choose no columns and the source has a column of chats, `messages` is set to this
     column. But if the source also has a column `text` or `input_ids`, `messages` is set only if
     `settings` choose a chat template.
     """
-    # Text files have no columns, so set the keys that choose columns to their defaults.
     if source.kind == "text":
         return settings.model_copy(
             update={key: SourceSettings.model_fields[key].default for key in RECORD}

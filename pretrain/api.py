@@ -488,8 +488,8 @@ def _output_and_gradients(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return the output of `model` and its gradients by name.
 
-    All parameters are cast to `dtype`, unless it is None. Frozen parameters have gradients too. The
-    model and its gradients stay.
+    They are computed with copies of the parameters in `dtype`, or in their own dtype if it is None.
+    Frozen parameters have gradients too. The attributes `grad` of the model do not change.
     """
     parameters = {
         name: parameter.detach().to(dtype or parameter.dtype).requires_grad_()

@@ -134,6 +134,9 @@ class Layout:
     ) -> None:
         """Raise ValueError for scales with another shape than `shape`, or with impossible values.
 
+        Floating-point scales of another dtype than `scale_dtype` are accepted.
+
+        scales: the tensor `parts[1]`.
         factors: the scales in FP32, divided by the divisors of the layout.
         largest: the largest possible factor.
         """

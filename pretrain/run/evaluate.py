@@ -154,7 +154,8 @@ def held_out_sums(
 ) -> Tensor:
     """Return sums over the held-out packs of all ranks: FP64 [2], or [3] if the loss has a penalty.
 
-    The sums are: the cross-entropy in nats, the number of labels, and the penalty.
+    The sums are: the cross-entropy in nats, the number of labels, and the penalty. The model is in
+    evaluation mode meanwhile. Its sums of `LossHead.take_parts` are reset.
 
     batches: the microbatches of this rank. All ranks must pass the same number of microbatches.
 

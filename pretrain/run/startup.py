@@ -365,6 +365,7 @@ def _compare_first_step(run: Run) -> Parity | str:
             f"({PLAIN_BYTES} bytes per parameter)"
         )
     job = run.job
+    # The value of `describe_shared_audit` if torch.compile compiles no layer.
     if run.assembly.audit["compiled"] == "nothing":
         microbatch = math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
         job = job.with_settings("batch", microbatch=microbatch)
