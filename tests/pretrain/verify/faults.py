@@ -395,8 +395,10 @@ the held-out loss is divided by all tokens, not by the labels
 HEAD = {"packs_a_microbatch": 3, "scope": "linear+head"}
 faults_in(loss_head, quantized, **HEAD)("""
 the labels are shifted in later chunks of a quantized head
-- labels[rows],
-+ labels[rows].roll(-1) if low and rows.start else labels[rows],
+- chunk_losses = chunk_loss(
++ shift = -1 if low and rows.start else 0
++ labels = torch.cat([labels[: rows.start], labels[rows].roll(shift), labels[rows.stop :]])
++ chunk_losses = chunk_loss(
 the input's gradient is halved in later chunks of a quantized head
 - ctx.gradients = (d_hidden, d_weight, d_bias)
 + first_chunk = next(chunks(len(hidden), head.chunk, low_precision=True))
