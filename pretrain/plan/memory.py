@@ -206,7 +206,7 @@ def step_memory(
     quantized_weights = sum(layer.quantized_weights for layer in layers)
     if quantizes_head:
         quantized_weights += layouts * head
-    # Parts that are counted at both peaks: at the loss, and in a layer's backward.
+    # Parts that are counted at all peaks: at the loss, in a layer's backward, and in the update.
     parts = {
         "parameters": parameters * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number_bytes * gathered_weights,
@@ -214,16 +214,30 @@ def step_memory(
         **optimizer_state(recipe, flops, devices, on_host=False),
         "BF16 working copies": _working_copies(layers) if has_copies else 0,
         "quantized weights": quantized_weights,
-        "activations": tokens * sum(layer.kept for layer in layers),
     }
-    in_backward = 4 * sent_gradients + tokens * _largest_backward(layers)
-    at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, quantizes_head, has_copies)
-    # The memory of the two peaks is never needed at the same time, so only the larger one counts.
-    if at_loss >= in_backward:
-        parts["the loss"] = at_loss
-    else:
-        parts["a layer's backward"] = in_backward
+    parts |= _parts_at_peak(
+        activations=tokens * sum(layer.kept for layer in layers),
+        at_loss=_bytes_at_loss(flops, devices, precision, loss, tokens, quantizes_head, has_copies),
+        in_backward=4 * sent_gradients + tokens * _largest_backward(layers),
+        # Muon's update has a BF16 direction for each of its weights.
+        in_update=2 * math.ceil(flops.muon_weights / devices.shards),
+    )
     return {part: size for part, size in parts.items() if size}
+
+
+def _parts_at_peak(
+    *, activations: int, at_loss: int, in_backward: int, in_update: int
+) -> dict[str, int]:
+    """Return the parts that are needed only at the largest of the three peaks of a step.
+
+    `at_loss` and `in_backward` are needed in addition to the activations. `in_update` is needed
+    after the activations have been freed.
+    """
+    if in_update > activations + max(at_loss, in_backward):
+        return {"Muon's update": in_update}
+    if at_loss >= in_backward:
+        return {"activations": activations, "the loss": at_loss}
+    return {"activations": activations, "a layer's backward": in_backward}
 
 
 def optimizer_state(

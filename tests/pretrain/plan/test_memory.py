@@ -174,8 +174,14 @@ def test_muon_keeps_one_moment_of_each_matrix_in_layers(shards: int) -> None:
     muon_weights = sum(item.parameter.numel() for item in find_matrix_weights(qwen3()))
     assert muon_weights == 28 * LAYER
     flops = replace(plan.flops, muon_weights=muon_weights)
-    moments = replace(plan, flops=flops).memory_parts(1)["optimizer moments"]
-    assert moments == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
+    parts = replace(plan, flops=flops).memory_parts(1)
+    assert parts["optimizer moments"] == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
+    # With more weights than activations, the largest peak is in the update.
+    assert "activations" in parts
+    large = replace(plan.flops, muon_weights=10**12)
+    update = replace(plan, flops=large).memory_parts(1)
+    assert "activations" not in update
+    assert update["Muon's update"] == 2 * 10**12 // shards
 
 
 def test_sharding_divides_weights_and_moments_and_adds_gathered_parts() -> None:
