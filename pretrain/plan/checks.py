@@ -159,6 +159,8 @@ def _check_merge(recipe: Recipe, steps: int) -> None:
     steps: number of steps of the run.
     """
     merge = recipe.evaluate.merge
+    if merge == 1:
+        return
     every = recipe.checkpoint.every or steps
     # A branch saves only checkpoints after the step in the name of the checkpoint to branch from.
     # A link to a checkpoint may have another name, and then this number of checkpoints is too high.
@@ -168,7 +170,7 @@ def _check_merge(recipe: Recipe, steps: int) -> None:
     saved = (steps - 1) // every - first // every + 1
     available = min(recipe.checkpoint.keep, saved)
     _require(
-        merge == 1 or recipe.evaluate.served,
+        recipe.evaluate.served is not None,
         f"`evaluate.merge: {merge}` has no effect without `evaluate.served`; set it to a "
         "precision, such as bf16",
     )

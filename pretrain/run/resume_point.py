@@ -315,7 +315,9 @@ def require_same_training(point: ResumePoint, changes: Changes, job: Job) -> Non
 def _set_another_folder(point: ResumePoint) -> str:
     """Return the remedy for a new run instead of a resumed one."""
     remedy = "set another `name` or `run_dir`"
-    return remedy if point.in_run_folder else f"{remedy} without --resume"
+    if point.in_run_folder:
+        return remedy
+    return f"{remedy} without {'`train.begin_with`' if point.is_branch else '--resume'}"
 
 
 def require_steps_to_train(point: ResumePoint, job: Job) -> None:

@@ -186,6 +186,10 @@ def test_a_branch_may_change_and_starts_with_an_empty_past(jobs: Jobs, tmp_path:
     save(tmp_path / "run", 6, record_of(job, 6))
     _, _, resumed = where_to_resume(job, "auto", accept_changes=False)
     assert resumed.health.rollbacks == 1 and resumed.past["left_out"] == 2
+    end = save(tmp_path / "trunk", 12, record_of(job, 12))
+    job = jobs(f"train.begin_with={end}", tmp_path / "late")
+    with pytest.raises(InputError, match=r"at step 12; raise .*without `train.begin_with`$"):
+        where_to_resume(job, "auto", accept_changes=False)
 
 
 SCHEDULES = st.builds(
