@@ -337,7 +337,8 @@ def _check_export(
                 f"{what}: it loads a {kind}, which encodes {probe!r} differently; {remedy}, or "
                 "use a tokenizer of this class: write it to a folder NEW by "
                 f'transformers.{kind}.from_pretrained("{location}").save_pretrained(NEW), '
-                "and prepare packs with `data.tokenizer: NEW`"
+                "and prepare packs with `data.tokenizer: NEW` (to continue trained weights, NEW "
+                "must be a copy of the model's folder, which is also the `model.source`)"
             )
 
 
