@@ -178,6 +178,13 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         config_class = _class_of_type(str(changes.pop("model_type")))
     else:
         config_class, stored = _read_source(settings)
+        model_type = changes.get("model_type", config_class.model_type)
+        if model_type != config_class.model_type:
+            raise InputError(
+                f"`model.config.model_type: {model_type}` is not the type of `model.source`, which "
+                f"is {config_class.model_type}; set only those keys of `model.config` that differ "
+                "from the source, or `model.config: null`"
+            )
     names = config_class.attribute_map | {"torch_dtype": "dtype"}
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}

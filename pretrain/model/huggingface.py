@@ -40,8 +40,9 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 _OLD_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
 _ANOTHER_SOURCE = (
     "either download the source again, or change `model.config` so that the model has exactly the "
-    "parameters of the source. If names differ in a prefix, such as `_orig_mod.` of torch.compile "
-    "or `module.` of DDP, remove it from the names in the file"
+    "parameters of the source (`model.config: null` takes its configuration). If names differ in a "
+    "prefix, such as `_orig_mod.` of torch.compile or `module.` of DDP, remove it from the names "
+    "in the file"
 )
 
 # The progress bar of transformers would be written to log files too.
