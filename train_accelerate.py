@@ -40,7 +40,7 @@ from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_folder import RunFolder, check_ours
 from pretrain.metrics.run_record import last_screen, read_finished, read_run
 from pretrain.metrics.trackers import JsonlTracker, Trackers
 from pretrain.model import distributed
@@ -110,6 +110,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         # A plan is printed at once, so it does not prepare packs, which may take hours.
         require_prepared(recipe.data, arguments.recipe)
+        check_ours(run_dir)
     else:
         # Check the run folder before packs are prepared.
         distributed.raise_on_all_ranks(

@@ -23,7 +23,6 @@ from packing.stream import order_of
 from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.checkpoint.state import stored
 from pretrain.metrics.flops import ModelFlops
-from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention, graphs
 from pretrain.model.configuration import load_config, source_config
@@ -252,7 +251,7 @@ def check_recipe(
     """
     # Raise InputError for an unknown name in braces, in `train.begin_with` or in `run_dir`.
     branch_checkpoint(recipe)
-    check_ours(run_dir_of(recipe))
+    run_dir_of(recipe)
     check_trackers(recipe.log)
     phases = [
         (until, select_precision(name, recipe.fp8_config, unsupported_because))

@@ -39,8 +39,8 @@ def losses_printed(finished: Finished) -> dict[str, float]:
 
 
 def evaluated(train: Trainer, folder: Path, *options: str) -> dict[str, float]:
-    """Return the losses of the model in a folder, without a run."""
-    none = train.folder / "none"
+    """Return the losses of the model in a folder, with a run folder that cannot be written."""
+    none = folder / "config.json" / "none"
     source = (f"model.source={folder}", "model.config=null", f"run_dir={none}")
     finished = train("evaluate", *source, *options).done()
     assert not none.exists()
