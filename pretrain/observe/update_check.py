@@ -357,8 +357,7 @@ class TorchMatrix:
 def _weighted(values: Tensor, momentum: Tensor) -> Tensor:
     """Return a matrix, multiplied by the momentum along the longer side, as an FP64 vector.
 
-    Muon enlarges directions in which the momentum is almost zero, and with them their rounding
-    errors. The product gives each direction the weight that it has in the momentum.
+    The comment on MUON_RELATIVE gives the reason for the multiplication.
     """
     rows, columns = values.shape
     product = values @ momentum.mT if rows < columns else values.mT @ momentum
