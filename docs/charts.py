@@ -20,8 +20,8 @@ from docs.evidence_page import (
     Cost,
     Row,
     differences_by_length,
+    fixed_cost,
     measured_rows,
-    t_half_width,
 )
 from lab.compare.differences import (
     BEYOND_MARGIN,
@@ -168,11 +168,12 @@ def length() -> Figure:
         panel.axhline(0, color=INK, linewidth=0.8)
         for side, (precision, color) in zip((0.94, 1, 1.06), LINES.items(), strict=True):
             differences = differences_by_length(LENGTHS, precision, key)
-            means = [100 * item.mean / item.baseline for item in differences.values()]
-            halves = [
-                100 * t_half_width(item, 1 - CONFIDENCE) / item.baseline
-                for item in differences.values()
+            costs = [
+                fixed_cost(difference, 1 - CONFIDENCE, is_tested=False)
+                for difference in differences.values()
             ]
+            means = [cost.mean for cost in costs]
+            halves = [cost.half_width for cost in costs]
             places = [side * tokens for tokens in differences]
             label = LABELS[precision]
             panel.errorbar(places, means, halves, fmt="o-", color=color, markersize=4, label=label)

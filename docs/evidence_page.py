@@ -186,8 +186,7 @@ def rows_of_cells(study: Study) -> Iterator[Row]:
             means = {seed: statistics.fmean(values) for seed, values in by_seed.items()}
             level = statistics.fmean(loss(baseline) for _, baseline in pairs)
             difference = LossDifference(means, level)
-            halves = [t_half_width(difference, part) for part in (error, 2 * error)]
-            costs.append(cost_of(difference, *halves, is_tested=precision in TESTED))
+            costs.append(fixed_cost(difference, error, is_tested=precision in TESTED))
         yield Row(
             study,
             precision,
@@ -219,8 +218,7 @@ def rows_of_lengths(study: Study) -> Iterator[Row]:
             differences = differences_by_length(study.file, precision, key)
             longest = max(differences)
             difference = differences[longest]
-            halves = [t_half_width(difference, part) for part in (error, 2 * error)]
-            costs.append(cost_of(difference, *halves, is_tested=True))
+            costs.append(fixed_cost(difference, error, is_tested=True))
         yield Row(study, precision, longest, len(difference.by_seed), *costs)
 
 
@@ -241,9 +239,9 @@ def differences_by_length(file: str, precision: str, key: str) -> dict[int, Loss
     differences = {}
     for length, by_seed in losses[precision].items():
         base = losses["bf16"][length]
+        above_base = {seed: loss - base[seed] for seed, loss in by_seed.items()}
         level = statistics.fmean(base[seed] for seed in by_seed)
-        by_seed = {seed: loss - base[seed] for seed, loss in by_seed.items()}
-        differences[length] = LossDifference(by_seed, level)
+        differences[length] = LossDifference(above_base, level)
     return differences
 
 
@@ -296,6 +294,12 @@ def pooled_differences(study: Study) -> dict[str, list[LossDifference]]:
             for key in ("held_out_loss", "loss_at_end")
         ]
     return differences
+
+
+def fixed_cost(difference: LossDifference, error: float, *, is_tested: bool) -> Cost:
+    """Return the cost with Student's t intervals, for a number of seeds that was fixed before."""
+    halves = [t_half_width(difference, part) for part in (error, 2 * error)]
+    return cost_of(difference, *halves, is_tested=is_tested)
 
 
 def sequential_cost(difference: LossDifference, error: float) -> Cost:
