@@ -109,8 +109,8 @@ def require_documents(settings: DataSettings, counts: Counts) -> None:
     if counts.documents:
         return
     raise InputError(
-        f"data.source: {settings.source}: the source contains no text, only "
-        f"{plural(counts.empty, 'empty record')}; set another source"
+        f"data.source: {settings.source}: the source contains no text "
+        f"({plural(counts.empty, 'empty record')}); set another source"
     )
 
 
