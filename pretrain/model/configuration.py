@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import os
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -385,6 +386,9 @@ def _stored_config(settings: ModelSettings) -> dict[str, Any]:
         "Hugging Face hub"
     )
     with explaining_transformers(what, _SET_SOURCE):
+        # transformers would read a config.json itself, but then find no weights.
+        if os.path.isfile(str(settings.repository)):
+            raise OSError("this is a file")
         stored, _ = PretrainedConfig.get_config_dict(
             str(settings.repository), revision=settings.revision
         )

@@ -106,6 +106,7 @@ SETTINGS = {
     "model.config.num_hidden_layers=-1": "`model.config.num_hidden_layers: -1` is below 1",
     "model.source=/no/such/model": "/no/such/model",
     "model.source=./nowhere": "'./nowhere' is neither the folder of a model nor a model",
+    "model.source=README.md": "neither the folder of a model nor",
     "model.source=tests": "`model.source`: tests: the source has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.attention=varlen": "model.attention",
