@@ -76,15 +76,15 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048, "varlen": 4096}
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
-# at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
-# traffic does not matter. Unused entries of cu_seqlens are counted as documents, because the host
-# does not know which entries are unused. For example, 4 documents are counted as 15 documents,
-# because cu_seqlens has at least 16 entries.
-LONG = 8192
+# at most LONGEST_IN_PARTS. Above this limit, the matrix products of FlashAttention-4 take so long
+# that memory traffic does not matter. Unused entries of cu_seqlens are counted as documents,
+# because the host does not know which entries are unused. For example, 4 documents are counted as
+# 15 documents, because cu_seqlens has at least 16 entries.
+LONGEST_IN_PARTS = 8192
 # The largest number of query heads per KV head for which `flash_backward_in_parts` computes dk and
 # dv in parts. It calls the kernel once for each query head of a KV head, and more than four calls
 # have not been measured.
-WIDE = 4
+MOST_PARTS = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -396,14 +396,20 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, H, D], and the logarithms of the softmax sums, FP32 [H, T].
 
-    `ends` are cu_seqlens and `longest` is the pack length. Backward needs the logarithms.
+    `max_seqlen` is the pack length. Backward needs the logarithms.
     """
     output, log_sums, *_ = _flash()._flash_attn_fwd(
-        q, k, v, softmax_scale=scale, causal=True, return_lse=True, **_documents(ends, longest)
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        causal=True,
+        return_lse=True,
+        **_documents(cu_seqlens, max_seqlen),
     )
     return output, log_sums
 
@@ -415,8 +421,8 @@ def flash_backward_in_parts(
     v: Tensor,
     output: Tensor,
     log_sums: Tensor,
-    ends: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return three contiguous gradients: dq [T, H, D], dk and dv.
@@ -437,24 +443,24 @@ def flash_backward_in_parts(
         v: The argument of `flash_forward`.
         output: First result of `flash_forward`.
         log_sums: Second result of `flash_forward`.
-        ends: The argument of `flash_forward`.
-        longest: The argument of `flash_forward`.
+        cu_seqlens: The argument of `flash_forward`.
+        max_seqlen: The argument of `flash_forward`.
         scale: The argument of `flash_forward`.
     """
-    options = _documents(ends, longest)
+    options = _documents(cu_seqlens, max_seqlen)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     backward = _flash()._flash_attn_bwd
     is_causal = True
-    heads = k.shape[1]
-    group = q.shape[1] // heads
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
     # The last condition limits `group` times the mean length of the documents.
-    documents = len(ends) - 1
-    computes_parts = 1 < group <= WIDE and group * len(q) <= LONG * documents
+    documents = len(cu_seqlens) - 1
+    computes_parts = 1 < group <= MOST_PARTS and group * len(q) <= LONGEST_IN_PARTS * documents
     if not computes_parts:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, is_causal, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
+    dk, dv = (t.new_empty(len(t), kv_heads, group, t.shape[2]) for t in (k, v))
     for member in range(group):
         member_q, member_output, member_d_output, member_dq = (
             t[:, member::group] for t in (q, output, d_output, dq)
@@ -479,13 +485,13 @@ def _flash() -> ModuleType:
     return interface
 
 
-def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
+def _documents(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     """Return the keyword arguments of FlashAttention-4 that describe the documents."""
     return {
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
     }
 
 
@@ -497,13 +503,13 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
 
 
 def cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `flash_forward`."""
     kernels = _cudnn()
     backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
-    inputs = (*_inputs(q, k, v, ends, longest), q.dtype, backend)
-    output, (log_sums, _) = kernels.fused_attn_fwd(True, *inputs, **_layout(ends, scale))
+    inputs = (*_inputs(q, k, v, cu_seqlens, max_seqlen), q.dtype, backend)
+    output, (log_sums, _) = kernels.fused_attn_fwd(True, *inputs, **_layout(cu_seqlens, scale))
     return output, log_sums.squeeze(2).t().contiguous()
 
 
@@ -514,8 +520,8 @@ def cudnn_backward(
     v: Tensor,
     output: Tensor,
     log_sums: Tensor,
-    ends: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq [T, H, D], and dk and dv [T, KV, D].
@@ -525,17 +531,27 @@ def cudnn_backward(
     kernels = _cudnn()
     backend = kernels.FusedAttnBackend["F16_arbitrary_seqlen"]
     # The state of a random number generator, which only dropout reads.
-    unused = ends.new_zeros(2, dtype=torch.int64)
+    unused = cu_seqlens.new_zeros(2, dtype=torch.int64)
     saved = [log_sums.t().unsqueeze(2).contiguous(), unused]
-    inputs = (*_inputs(q, k, v, ends, longest), output, d_output.contiguous(), q.dtype)
-    layout = {"do_format": "thd", "dqkv_layout": "thd_thd_thd", **_layout(ends, scale)}
+    inputs = (*_inputs(q, k, v, cu_seqlens, max_seqlen), output, d_output.contiguous(), q.dtype)
+    layout = {"do_format": "thd", "dqkv_layout": "thd_thd_thd", **_layout(cu_seqlens, scale)}
     dq, dk, dv, *_ = kernels.fused_attn_bwd(*inputs, saved, backend, **layout)
     return dq, dk, dv
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> tuple[Any, ...]:
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> tuple[Any, ...]:
     """Return the positional arguments of cuDNN's kernels for queries and keys of documents."""
-    return longest, longest, ends, ends, q.contiguous(), k.contiguous(), v.contiguous()
+    return (
+        max_seqlen,
+        max_seqlen,
+        cu_seqlens,
+        cu_seqlens,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+    )
 
 
 def _cudnn() -> ModuleType:
@@ -544,15 +560,15 @@ def _cudnn() -> ModuleType:
     return fused_attn
 
 
-def _layout(ends: Tensor, scale: float) -> dict[str, Any]:
+def _layout(cu_seqlens: Tensor, scale: float) -> dict[str, Any]:
     """Return the keyword arguments of cuDNN's kernels: causal attention, documents side by side."""
     return {
         "qkv_layout": "thd_thd_thd",  # tokens, heads, head dimension
         "o_format": "thd",
         "attn_mask_type": "padding_causal",
         "window_size": (-1, 0),
-        "cu_seqlens_q_padded": ends,
-        "cu_seqlens_kv_padded": ends,
+        "cu_seqlens_q_padded": cu_seqlens,
+        "cu_seqlens_kv_padded": cu_seqlens,
         "attn_scale": scale,
         "cuda_graph": torch.cuda.is_current_stream_capturing(),
     }
@@ -562,11 +578,11 @@ def _layout(ends: Tensor, scale: float) -> dict[str, Any]:
 #
 # The functions have the arguments of the functions for FlashAttention-4, but `bounds` is the result
 # of `document_bounds`. They import the kernels when they are called, because Triton runs on few
-# platforms. The kernels do not need `longest`.
+# platforms. The kernels do not need `max_seqlen`.
 
 
 def triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `flash_forward`."""
     from pretrain.model.attention_kernel import attend
@@ -582,7 +598,7 @@ def triton_backward(
     output: Tensor,
     log_sums: Tensor,
     bounds: Tensor,
-    longest: int,
+    max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `cudnn_backward`."""
@@ -619,9 +635,11 @@ ATTENTION_KERNELS = {
 # torch.compile does not trace the code of an operator, so the compiled graph does not depend on the
 # number of documents.
 
-_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor documents, int longest, float scale)"
-_BACKWARD = _FORWARD.replace("(", "(Tensor d_output, ").replace(
-    "documents", "output, Tensor log_sums, Tensor documents"
+# The arguments of `AttentionKernels.forward` and `AttentionKernels.backward`.
+_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor documents, int max_seqlen, float scale)"
+_BACKWARD = (
+    "(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor output, Tensor log_sums, "
+    "Tensor documents, int max_seqlen, float scale)"
 )
 
 
@@ -669,6 +687,7 @@ def _operator(name: str, kernels: AttentionKernels) -> Any:
     return operator
 
 
+# The lambda reads the name `_flash` at each call, because tests replace this function.
 _FLASH_SCORES = flash_scores(lambda: _flash())
 
 

@@ -127,8 +127,8 @@ def no_kernel_message(changed: str, reason: str) -> str:
 # ── FlashAttention-4, with or without a sliding window ──
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor ends, int longest, float scale, float cap,"
-    " int window"
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, int max_seqlen, float scale, "
+    "float cap, int window"
 )
 _GRADIENTS = "Tensor, Tensor, Tensor, Tensor"
 
@@ -193,15 +193,17 @@ def flash_scores(flash: Callable[[], Any]) -> Callable[[Tensor, Tensor, Tensor, 
     return attend
 
 
-def _options(ends: Tensor, longest: int, scale: float, cap: float, window: int) -> dict[str, Any]:
+def _options(
+    cu_seqlens: Tensor, max_seqlen: int, scale: float, cap: float, window: int
+) -> dict[str, Any]:
     """Return keyword arguments of FlashAttention-4."""
     return {
         "softmax_scale": scale,
         "causal": True,
         "softcap": cap,
         "window_size_left": window - 1 if window else None,
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
     }

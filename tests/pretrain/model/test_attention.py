@@ -301,7 +301,7 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
 ) -> None:
     """The gradient may be a view, and the last documents may be empty.
 
-    Documents longer than `LONG` use the kernel's backward.
+    Documents longer than `LONGEST_IN_PARTS` use the kernel's backward.
     """
     query_heads, kv_heads = heads
     tokens = 40
@@ -317,7 +317,7 @@ def test_the_backward_in_parts_equals_the_backward_in_one_call(
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
     parts = attention.flash_backward_in_parts(*states)
     summed = torch.ops.pretrain.packed_fa4_backward(*states)
-    monkeypatch.setattr(attention, "LONG", tokens * query_heads // kv_heads // 5 - 1)
+    monkeypatch.setattr(attention, "LONGEST_IN_PARTS", tokens * query_heads // kv_heads // 5 - 1)
     expected = attention.flash_backward_in_parts(*states)
     group = query_heads // kv_heads
     shape = (tokens, kv_heads, group, 16) if group > 1 else k.shape
