@@ -49,7 +49,7 @@ _MASKED = tl.constexpr(-(2.0**100))
 
 @triton.jit
 def _load(tiles, head, token, rows: tl.constexpr, dim: tl.constexpr):
-    """Load a tile as [rows, dim]. `head` and `token` are its first ones.
+    """Load a tile as [rows, dim]. `head` and `token` are its first head and its first token.
 
     A tile has the rows of its first head, then those of the next one. Values of tokens that do not
     exist are 0.
@@ -82,7 +82,10 @@ def _queries_of(starts, first_head, first, tokens, pack: tl.constexpr):
 
 @triton.jit
 def _is_visible(distance, count):
-    """Return True where 0 <= distance < count."""
+    """Return True where 0 <= distance < count.
+
+    One comparison suffices, because a negative distance is a large unsigned number.
+    """
     return distance.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
 
 
@@ -95,10 +98,13 @@ def _visible_keys(first_key, step: tl.constexpr, query, start):
 
 @triton.jit
 def _exponentiate(scores, maximum, factor):
-    """Return the new maxima of rows, probabilities times a factor, and the factor's correction.
+    """Return the new maxima of rows, the probabilities before normalization, and corrections.
 
-    In a row without any visible key, all probabilities are 1. The correction of the next block with
-    a visible key is 0.
+    `maximum` has the maxima of earlier blocks of keys, and `factor` is the scale of q k^T times
+    log2(e). A probability is exp(scale * (score - new maximum)). Sums over earlier blocks must be
+    multiplied by the corrections, because they were computed with the earlier maxima. In a row
+    without any visible key, all probabilities are 1. The correction of the next block with a
+    visible key is 0.
     """
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     shift = new_maximum * factor
@@ -111,7 +117,8 @@ def _differentiate_scores(scores, visible, log2_sum, d_probabilities, dot, facto
     """Return the probabilities, and the gradient of q k^T * scale.
 
     `scores` is q k^T, and `log2_sum` the base-2 logarithm of the softmax sum of each query. `dot`
-    is the dot product of a query's output and the output's gradient.
+    is the dot product of a query's output and the output's gradient. `factor` is the scale of q k^T
+    times log2(e).
     """
     probabilities = tl.where(visible, tl.exp2(scores * factor - log2_sum), 0.0)
     return probabilities, probabilities * (d_probabilities - dot)
