@@ -70,8 +70,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return the main gradient of a parameter, or its `.grad` if it has no main gradient.
 
-    Some gathered parameters share the memory of their main gradients. Their gradients have been
-    reduced, so the result is the `.grad` of the attribute `shard`.
+    Under ZeRO-3, other gathered parameters overwrite the main gradient of a gathered parameter, so
+    it is valid only until FSDP2 has reduced it. Such a parameter has the attribute `shard`, its
+    sharded parameter, and the result is the `.grad` of the shard.
     """
     shard = getattr(parameter, "shard", None)
     if shard is not None:
@@ -322,7 +323,7 @@ class RankSums:
     def starting_early(self) -> Iterator[None]:
         """Context manager that starts all-reduces while the last backward of a step is running.
 
-        Enter it before the forward pass.
+        Enter it before the forward pass of the last microbatch.
         """
         self._started = 0
         self._unfinished = list(map(len, self._members))

@@ -104,11 +104,13 @@ class _Group:
     """Parameters that are gathered and reduced together."""
 
     fsdp: Any  # the FSDPParamGroup of torch
-    # Gathered parameters whose main gradients are overwritten by the first product of a backward.
+    # The first parameters of the stacks of a fused layer. The first product of a backward
+    # overwrites the main gradient of a stack (`StackedPass.add_weight_gradient`).
     overwritten: list[Summed] = field(default_factory=list)
     # Memory of all other main gradients. It is cleared before a backward.
     cleared: list[Tensor] = field(default_factory=list)
-    # True if main gradients of other groups use the same memory.
+    # True if main gradients of other groups use the same memory. FSDP2 reduces such a group in each
+    # microbatch, and all other groups once a step.
     shares_memory: bool = False
     # FSDPParams of the weights that all engines of the run quantize. Empty if the group cannot keep
     # codes instead of weights (`Sharding._find_quantized`).
@@ -369,8 +371,10 @@ class Sharding:
         if self._caches_codes(group):
             group.free_quantized()
         elif self._is_quantized(group) or (group.quantized and not self.once_a_step):
-            # FSDP2 does not reshard groups that can keep codes. With `once_a_step`, weights that
-            # the current engine does not quantize stay gathered.
+            # FSDP2 does not reshard groups that can keep codes, so reshard the group here. In the
+            # first case, the forward has read weights that a training forward would quantize, as in
+            # an evaluation. In the second case, the current precision does not quantize the
+            # weights. With `once_a_step`, such weights stay gathered.
             group.reshard()
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
