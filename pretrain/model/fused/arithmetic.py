@@ -164,8 +164,9 @@ class StackedPass(LinearPass):
     def add_weight_gradient(self, dy: Operand, x: Operand) -> None:
         """Add the gradient of the stacked weight to its main gradient.
 
-        The gradient replaces values that `pretrain.model.sharding` has marked. `dy` is the output
-        gradient and `x` the input.
+        The gradient replaces the values of the main gradient if `pretrain.model.sharding` has set
+        `overwrites_main_grad` on the first weight of the stack. `dy` is the output gradient and `x`
+        the input.
         """
         marked = self.stack.weights[0]
         overwrite = getattr(marked, "overwrites_main_grad", False)
@@ -243,7 +244,7 @@ class Arithmetic:
         return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
 
     def parameters_in_compute_dtype(self, norm: Any) -> tuple[Tensor, Tensor | None, float]:
-        """Return the weight, the bias and the epsilon of a norm. An RMSNorm has no bias.
+        """Return weight, bias and epsilon of a norm. The bias of an RMSNorm is None.
 
         Weight and bias are cast to the compute dtype, as in unfused layers.
         """

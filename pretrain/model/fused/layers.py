@@ -319,19 +319,28 @@ class FusedLayer:
 
     @property
     def attention_vectors(self) -> list[Summed]:
-        """List of the parameters of norms, and of the biases, in `NormedAttention`."""
+        """List of the parameters of norms, and of the biases, in `NormedAttention`.
+
+        Its backward computes their gradients in the same order.
+        """
         of_heads = (norm.weight for norm in self.parts.head_norms)
         return [*parameters_of(self.parts.norms[0]), *of_heads, *self.qkv.biases]
 
     @property
     def mlp_vectors(self) -> list[Summed]:
-        """List of the parameters of the norm, and of the biases, in `OutputAndMLP`."""
+        """List of the parameters of the norm, and of the biases, in `OutputAndMLP`.
+
+        Its backward computes their gradients in the same order.
+        """
         biases = (bias for product in self.after_attention for bias in product.biases)
         return [*parameters_of(self.mlp_norm), *biases]
 
     @property
     def after_attention(self) -> tuple[StackedLinear, ...]:
-        """The products in `OutputAndMLP`."""
+        """The products in `OutputAndMLP`: all except the query-key-value product.
+
+        A `HalfFusedLayer` has only the two products of the MLP.
+        """
         return self.products[-3:]
 
     def _attend(
@@ -436,8 +445,8 @@ class NormedAttention(torch.autograd.Function):
             if differentiable:
                 arithmetic.save(ctx, *saved)
             return q, k, v, x
-        kernels, documents = attention
-        output, log_sums = kernels.forward(q, k, v, *documents)
+        kernels, arguments = attention
+        output, log_sums = kernels.forward(q, k, v, *arguments)
         # With head norms, `qkv` is saved, and backward can rotate it again.
         kept = [q, k, v] if arithmetic.keeps_rotated or not layer.parts.head_norms else [None] * 3
         if differentiable:
@@ -483,19 +492,20 @@ def _attention_backward(
     attended: Sequence[Any],
     rotation_inputs: tuple[Any, ...],
     kernels: AttentionKernels,
-    documents: tuple[Any, ...],
+    arguments: tuple[Any, ...],
 ) -> list[Tensor]:
     """Return the gradients of queries, keys and values.
 
     `d_output` is the gradient of the attention output. `attended` has queries, keys and values, and
     the output and the log-sums of attention. If queries, keys and values are None, they are
-    recomputed by a rotation with the arguments `rotation_inputs`.
+    recomputed by a rotation with the arguments `rotation_inputs`. `kernels` and `arguments` are as
+    in `NormedAttention`.
     """
     q, k, v, output, log_sums = attended
     if q is None:
         q, k, v = layer.arithmetic.kernels.rotary.rotate(*rotation_inputs)
     d_output = d_output.view(output.shape)
-    return list(kernels.backward(d_output, q, k, v, output, log_sums, *documents))
+    return list(kernels.backward(d_output, q, k, v, output, log_sums, *arguments))
 
 
 class OutputAndMLP(torch.autograd.Function):
