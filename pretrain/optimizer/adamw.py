@@ -145,7 +145,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def tensors_of(self, parameter: Tensor, gradient: Tensor) -> ParameterTensors:
         """Return the local tensors of a parameter for an update.
 
-        gradient: the local gradient, or the direction of the update if the state has no moments.
+        gradient: the local gradient, or the orthogonalized direction of Muon.
         """
         state = {name: local_part(tensor) for name, tensor in self._state_of(parameter).items()}
         return ParameterTensors(
@@ -224,8 +224,8 @@ class ExactAdamW(torch.optim.Optimizer):
     ) -> Callable[[], None]:
         """Return the result of `prepare`.
 
-        directions: map parameters without moments to the directions of their updates. The returned
-            function reads the directions, so they may be computed after this call.
+        directions: map the parameters of Muon to their directions. The returned function reads the
+            directions, so they may be computed after this call.
         """
         steps: list[Tensor] = []
         updates: list[Update] = []
@@ -393,6 +393,7 @@ def _update(
         direction = exp_avg.float().lerp_(gradient, 1 - hyper.beta1)
         exp_avg.copy_(direction)
         if exp_avg_sq is None:
+            # `weight` is the buffer of Muon's direction, and both betas are Muon's momentum.
             master = torch.lerp(gradient, direction, hyper.beta2)
         else:
             square = exp_avg_sq.float()

@@ -121,7 +121,7 @@ def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
     values, or experts, are stacked in an unknown layout, or if there is no matrix.
     """
     unsplit = _unsplit_weights(hf)
-    # Map the name of each module to its own weights, as (outputs, inputs).
+    # Map the name of each module to its weights, as (outputs, inputs) by name.
     sizes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, weight in unsplit.items():
         sizes[_module_of(name)][name] = weight.shape[1:]
@@ -147,6 +147,7 @@ def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
                 "they cannot be updated separately; set `optimizer.name: adamw`"
             )
         parameter = weight.parameter
+        # AdamW updates a matrix with one row or column, because it is a vector.
         if parameter.requires_grad and min(parameter.shape[-2:]) > 1:
             weights.append(replace(weight, stacked=int(stacked)))
     if not weights:
@@ -160,11 +161,13 @@ def find_matrix_weights(hf: PreTrainedModel) -> list[MatrixWeight]:
 def _unsplit_weights(hf: PreTrainedModel) -> dict[str, MatrixWeight]:
     """Map the name of each weight in the decoder layers of `hf` to the weight as one matrix.
 
-    Routers are omitted. Experts in another layout than the usual one have the dimension UNKNOWN.
-    Convolutions of single channels are no matrices.
+    A linear layer's weight has the name of the linear layer, and the weights of experts have the
+    name of their parameter. Routers are omitted. Experts in another layout than the usual one have
+    the dimension UNKNOWN.
     """
     weights = {}
     for name, parameter in hf.named_parameters():
+        # The weight of a convolution of single channels is [channels, 1, width], and no matrix.
         if parameter.dim() == 3 and min(parameter.shape) > 1:
             weights[name] = MatrixWeight(parameter, UNKNOWN)
     for name, module in stacked_experts(hf):
@@ -179,7 +182,10 @@ def _unsplit_weights(hf: PreTrainedModel) -> dict[str, MatrixWeight]:
 
 
 def _module_of(name: str) -> str:
-    """Return the name of the module that owns the weight `name`."""
+    """Return the name of the module with the weight `name`, such as an MLP or its experts.
+
+    `name` is a key of the result of `_unsplit_weights`.
+    """
     return name.rpartition(".")[0]
 
 
@@ -222,6 +228,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         from pretrain.optimizer.muon_kernel import newton_schulz
 
         x = torch.div(x, norms, out=torch.empty_like(x, dtype=torch.float16))
+        # The kernel multiplies xᵀ x. The transpose of a wide matrix makes this product small.
         x = newton_schulz(x.mT, COEFFICIENTS).mT
     else:
         x = x / norms
@@ -234,16 +241,19 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _uses_kernel(x: Tensor) -> bool:
-    """Return True if the Triton kernel is faster than torch for wide matrices `x`.
+    """Return True if the Triton kernel supports wide matrices `x`, and is faster than torch.
 
-    The kernel has no partial tiles, and reads one matrix after another. The matrices that a single
-    parameter of GPT-2 stacks are interleaved. Other GPUs have too little shared memory.
+    x: [matrices, rows, columns], with at most as many rows as columns.
     """
-    matrices, outputs, inputs = x.shape
-    if not x.is_cuda or outputs < 768 or outputs % 256 or inputs % 64:
+    matrices, rows, columns = x.shape
+    # The kernel has no partial tiles. For small matrices, it is not faster.
+    if not x.is_cuda or rows < 768 or rows % 256 or columns % 64:
         return False
-    if matrices > 1 and x.stride(0) < outputs * inputs:
+    # The kernel reads one matrix after another. The matrices that a single parameter of GPT-2
+    # stacks are interleaved.
+    if matrices > 1 and x.stride(0) < rows * columns:
         return False
+    # Other GPUs have too little shared memory.
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 

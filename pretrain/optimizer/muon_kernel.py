@@ -14,13 +14,14 @@ from torch import Tensor
 
 @triton.jit
 def _symmetric_product(
-    a,
-    b,
-    product,
+    a,  # FP16 [matrices, depth, size]
+    b,  # FP16 [matrices, depth, size], with the strides of `a`
+    product,  # FP16 [matrices, size, size], written
     size,
     depth,
-    stride_inner,
-    stride,
+    stride_inner,  # stride of `a` and `b` along depth
+    stride,  # stride of `a` and `b` along size
+    # The next three are factors of the identity, of `a`, and of aᵀ b.
     identity,
     linear,
     quadratic,
@@ -30,9 +31,10 @@ def _symmetric_product(
     columns: tl.constexpr = 256,
     block: tl.constexpr = 64,
 ):
-    """Write one tile and its mirror image, unless the tile is above the diagonal.
+    """Write one tile of the product and its mirror image, unless the tile is above the diagonal.
 
-    The tiles of a square block on the diagonal have no mirror images.
+    The product is divided into square blocks, and a block into tiles with all of its columns. The
+    tiles of a block on the diagonal have no mirror images.
     """
     block_row = tl.program_id(0) * rows // columns
     block_column = tl.program_id(1)
