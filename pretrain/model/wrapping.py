@@ -156,18 +156,18 @@ def convert(
             sizes = [features_of(linear) for linear in product.linears]
             # Stacked linear layers have the same input.
             in_features, _ = sizes[0]
-            product.add(in_features, sum(out_features for _, out_features in sizes))
+            product.create_gemm(in_features, sum(out_features for _, out_features in sizes))
     for name, module in list(hf.named_modules()):
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 if stack.name in quantized:
                     _, out_features, in_features = module.get_parameter(key).shape
-                    stack.add(in_features, out_features)
+                    stack.create_gemm(in_features, out_features)
         if name in quantized and name not in members:
             if not isinstance(module, LossHead | LowPrecisionLinear):
                 module = LowPrecisionLinear(module, name, context)
                 hf.set_submodule(name, module)
-            module.state.add(*features_of(module), bias=module.bias is not None)
+            module.state.create_gemm(*features_of(module), bias=module.bias is not None)
 
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────

@@ -219,13 +219,13 @@ class LinearState:
         self.members = members or (name,)
         self.context = context
 
-    def add(self, *features: int, bias: bool = False) -> None:
-        """Create the Gemm that computes the layer in the current precision, which is quantized.
+    def create_gemm(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        """Create the Gemm of the layer in the engine of the current precision.
 
-        `features` are in_features and out_features.
+        The current precision is quantized. `bias` is True if the layer has a bias.
         """
         engine: Any = self.context.engine
-        engine.gemm(self.name, *features, bias=bias, members=self.members)
+        engine.gemm(self.name, in_features, out_features, bias=bias, members=self.members)
 
     @property
     def low(self) -> Gemm | None:
@@ -256,6 +256,7 @@ class LinearState:
         context = self.context
         if gemm is None:
             gemm = TorchGemm(self.name, self.members)
+            # This context has the compute dtype of x, and no probes.
             context = PrecisionContext(x.dtype)
         dtype = context.compute_dtype
         linear_pass = SingleWeightPass(

@@ -93,11 +93,11 @@ def train(
     context = context_of(engine)
     linear = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
     below = LowPrecisionLinear(linear, "below", context)
-    below.state.add(HIDDEN, HIDDEN)
+    below.state.create_gemm(HIDDEN, HIDDEN)
     linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
     nn.init.normal_(linear.weight, std=0.2)
     head = LossHead(linear, LossSettings(chunk=CHUNK), context, "head", change)
-    head.state.add(HIDDEN, VOCABULARY)
+    head.state.create_gemm(HIDDEN, VOCABULARY)
     gemm = engine.gemms["head"]
     if fused and not gemm.supports_fused_loss:
         pytest.skip("GEMMs of this GPU need no transposed operands")

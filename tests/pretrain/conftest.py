@@ -77,7 +77,7 @@ def linear_of(
     The caller enters the engine's own `forward` where delayed scaling needs it.
     """
     linear = LinearState(name, context_of(engine, low_precision=True))
-    linear.add(in_features, out_features, bias=bias)
+    linear.create_gemm(in_features, out_features, bias=bias)
     return linear
 
 

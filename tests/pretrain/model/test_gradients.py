@@ -355,7 +355,7 @@ def test_many_microbatches_add_up_to_one_sum_in_fp64(
     context = context_of(emulation_of(precision, **to_nearest(precision)))
     linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
     low = LowPrecisionLinear(linear, "l", context)
-    low.state.add(IN, out)
+    low.state.create_gemm(IN, out)
     layer = nn.Sequential(low)
     attach_main_gradients(layer, torch.float32)
     forward = (

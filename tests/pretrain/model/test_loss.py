@@ -185,7 +185,7 @@ def test_every_chunk_of_a_quantized_head_agrees_with_the_unquantized_head(
     engine = emulation_of(precision)
     context = context_of(engine, low_precision=True)
     head = LossHead(linear, LossSettings(chunk=100), context, change=change)
-    head.state.add(128, 256)
+    head.state.create_gemm(128, 256)
     for _ in range(3):  # Delayed scaling computes its scales in the first two passes.
         states.grad = linear.weight.grad = None
         with engine.forward():

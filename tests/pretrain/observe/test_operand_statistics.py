@@ -45,7 +45,7 @@ class SmallModel:
         linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         linear.weight.data *= torch.randn_like(linear.weight).exp()
         low = LowPrecisionLinear(linear, name, self.context)
-        low.state.add(inputs, outputs)
+        low.state.create_gemm(inputs, outputs)
         return low
 
     def step(self, *, recompute: bool = False) -> list[Tensor]:

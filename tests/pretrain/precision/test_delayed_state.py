@@ -171,7 +171,7 @@ def test_a_pass_outside_of_training_keeps_the_state(factor: float, fails: bool) 
         engine = emulation_of("delayed", amax_history_len=8)
         context = context_of(engine)
         linear = LinearState("layer", context)
-        linear.add(SIZE, SIZE)
+        linear.create_gemm(SIZE, SIZE)
         step(linear)
         for _ in range(passes):
             with suppress(torch.OutOfMemoryError), context.preserving_state():
