@@ -155,6 +155,7 @@ def multiply(
     problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
     if problem is None or (products := products_on(a.values.device)) is None:
         return None
+    # The fourth argument is the matrix that is added: the residual, or the old values of `total`.
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
     if d is not None and ActiveObserver.current is not None:
         # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
@@ -292,7 +293,7 @@ class Products:
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
         # Everything that a cached choice depends on, except the kind of the product.
-        self._kind = (
+        self._environment = (
             Path(__file__).read_bytes(),
             self.library.cublasLtGetVersion(),
             torch.cuda.get_device_name(device),
@@ -302,15 +303,18 @@ class Products:
         self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}
 
     def require(self, name: str, *arguments: Any) -> None:
+        """Call the function `name` of cublasLt. Raise CublasLtError if it fails."""
         if status := getattr(self.library, name)(*arguments):
             raise CublasLtError(f"{name} returned status {status}")
 
     def create(self, kind: str, *arguments: Any) -> c_void_p:
+        """Return a new object of cublasLt, such as a MatmulDesc."""
         created = c_void_p()
         self.require(f"cublasLt{kind}Create", byref(created), *arguments)
         return created
 
     def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
+        """Set an attribute of `where`, an object of `kind` that `create` returned."""
         self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
 
     def multiply(
@@ -322,7 +326,10 @@ class Products:
         product, or None. The product is written to `total`, or to a new tensor if `total` is None.
         """
         if (
+            # cublasLt has rejected this kind of product. A kind without trials has no entry yet.
             self.chosen.get(problem, ()) is None
+            # Only one stream may use the workspace. A graph is captured on another stream, but it
+            # is launched on this stream.
             or (
                 torch.cuda.current_stream().cuda_stream != self.stream
                 and not torch.cuda.is_current_stream_capturing()
@@ -350,7 +357,7 @@ class Products:
         process has cached its choice, the cached algorithm is returned without trials.
         """
         matmul = Matmul(self, problem)
-        cached = cache_file(self._kind, problem)
+        cached = cache_file(self._environment, problem)
         with suppress(OSError, ValueError):
             algorithm = Algorithm.from_buffer_copy(cached.read_bytes())
             self.chosen[problem] = matmul, algorithm
@@ -374,12 +381,12 @@ class Products:
         return matmul, algorithm
 
 
-def cache_file(kind: tuple[Any, ...], problem: Problem) -> Path:
+def cache_file(environment: tuple[Any, ...], problem: Problem) -> Path:
     """Return the path of the cache file for a problem. It contains the 64 bytes of an `Algorithm`.
 
-    kind: all other data that the choice depends on, see `Products._kind`.
+    environment: all other data that the choice depends on, see `Products._environment`.
     """
-    digest = hashlib.sha256(repr((kind, problem)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((environment, problem)).encode()).hexdigest()
     return CACHE / "gemm_algorithms" / digest
 
 
@@ -563,6 +570,7 @@ class Matmul:
             if mode != _TENSOR:
                 self._set(attribute, c_int32(mode))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
+        # The last argument of a layout is the distance between columns.
         layouts = [
             products.create("MatrixLayout", _TYPES[dtype], rows, columns, rows)
             for (rows, columns), dtype in zip(shapes, problem.types, strict=True)
