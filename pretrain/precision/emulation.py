@@ -68,7 +68,7 @@ class EmulationEngine(GemmEngine):
         self.delayed = (
             DelayedState(self.precision, device) if self.precision.keeps_history else None
         )
-        # Function that returns the quantizer for a role and an axis.
+        # Maps a role and an axis to the result of `_make_preparation`, which is made only once.
         self.preparation = functools.cache(self._make_preparation)
 
     def _make(
@@ -145,6 +145,7 @@ class EmulatedGemm(Gemm):
         self.row_multiple = max(self.row_multiple, engine.precision.multiple_of)
         self._engine = engine
         self._delayed = engine.delayed
+        # Index of the layer in the histories of delayed scaling.
         self._index = engine.delayed.register(name) if engine.delayed else 0
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
@@ -203,6 +204,8 @@ class EmulatedGemm(Gemm):
 
     @staticmethod
     def save(*operands: BothWays) -> Saved:
+        # A `SingleWeightPass` saves only the input. Fused layers, which save more, do not use the
+        # emulation.
         (operand,) = operands
         return (operand.x, operand.scale), None
 

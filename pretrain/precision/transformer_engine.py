@@ -165,6 +165,8 @@ class TransformerEngineGemm(Gemm):
             # With this flag, the quantizer returns the plain storage of a quantized tensor instead
             # of a subclass of Tensor, which autograd would track.
             quantizer.internal = True
+        # Let the quantizers write scales in the order that products read, see `quantize`. The flag
+        # of the weight's quantizer depends on the weight.
         for quantizer in (forward[0], backward[0]):
             quantizer.optimize_for_gemm = True
 

@@ -159,7 +159,8 @@ def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuanti
     """
     blocks = Blocks.of(x, FP8_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
-    amax, overflow = absolute_maximum(split, blocks.within, keepdim=True), torch.finfo(x.dtype).max
+    amax = absolute_maximum(split, blocks.within, keepdim=True)
+    overflow = torch.finfo(x.dtype).max
     scale = scale_from_amax(amax, grid.maximum, power_of_two=True, overflow=overflow)
     return blocks.quantized(split.float() * scale, decode_scale(scale), grid)
 
