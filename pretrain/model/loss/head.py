@@ -161,12 +161,12 @@ class LossHead(nn.Linear):
         """
         dtype = self.state.context.compute_dtype if low else hidden.dtype
         weight, bias = in_dtype(dtype, self.weight, self.bias)
-        linear = self.state if low else F.linear
+        project = self.state if low else F.linear
         losses = self.empty_losses(labels)
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             # No variable holds the logits, so that they are freed before the next chunk's exist.
             losses[:, rows] = token_losses(
-                linear(hidden[rows], weight, bias),
+                project(hidden[rows], weight, bias),
                 labels[rows],
                 self.penalty,
                 self.change,
@@ -491,6 +491,7 @@ class Penalty:
         p = shifted.exp() if self.kind == "neg_entropy" else shifted.exp_()
         total = p.sum(dim=-1, keepdim=True)
         log_total = total.log()
+        # Normalize p, and set it to zero for ignored tokens.
         p.mul_(total.reciprocal_().mul_(counted))
         penalty = torch.zeros_like(total)
         # Each kind leaves the gradient, without the term of the label, in the memory of `scores`.

@@ -48,7 +48,8 @@ class LogitChange(NamedTuple):
             if not hasattr(type(config), key):
                 continue
             value = getattr(config, key)
-            # Models multiply by null, except those whose default is null.
+            # A cap may be null. A factor may be null only if null is the default, because all other
+            # models would multiply by null.
             if value is None and (key in CAPS or getattr(type(config), key) is None):
                 continue
             if value is None or not 0 < value < math.inf:
