@@ -16,7 +16,7 @@ from torch import Tensor
 @triton.jit
 def _combine(
     rows,  # BF16 [rows, width]
-    place,  # int64 [tokens x choices]: index of the row of each choice
+    row_of_choice,  # int64 [tokens x choices]: index of the row of each choice
     weights,  # [tokens, choices], or None for a plain sum
     y,  # BF16 [tokens, width], written
     choices: tl.constexpr,
@@ -28,7 +28,7 @@ def _combine(
     column = tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for n in tl.range(0, choices):
-        index = tl.load(place + token * choices + n) * width + column
+        index = tl.load(row_of_choice + token * choices + n) * width + column
         values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
         if weights is not None:
             values *= tl.load(weights + token * choices + n).to(tl.float32)
@@ -41,7 +41,7 @@ def _combine(
 def _combine_backward(
     dy,  # BF16 [tokens, width]
     rows,  # BF16 [rows, width]
-    place,  # int64 [tokens x choices]
+    row_of_choice,  # int64 [tokens x choices]
     weights,  # [tokens, choices]
     d_rows,  # BF16 [rows, width], written
     d_weights,  # FP32 [tokens, choices], written
@@ -58,29 +58,29 @@ def _combine_backward(
     gradient = tl.load(dy + token * width + column, mask=column < width, other=0.0).to(tl.float32)
     for n in tl.range(0, choices):
         choice = token * choices + n
-        index = tl.load(place + choice) * width + column
+        index = tl.load(row_of_choice + choice) * width + column
         values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
         tl.store(d_weights + choice, tl.sum(values * gradient, axis=0))
         scaled = gradient * tl.load(weights + choice).to(tl.float32)
         tl.store(d_rows + index, scaled, mask=column < width)
 
 
-def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
+def combine(rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
     """Return the weighted sum of each token's rows, BF16 [tokens, width].
 
     Args:
         rows: Outputs of the experts, BF16 [rows, width], contiguous.
-        place: For each choice of each token, the index of its row in `rows`, int64
+        row_of_choice: For each choice of each token, the index of its row in `rows`, int64
             [tokens x choices].
         weights: Factor of each choice [tokens, choices] in any dtype, or None for a plain sum.
         tokens: Number of tokens.
     """
     width = rows.shape[1]
     y = rows.new_empty(tokens, width)
-    choices = len(place) // tokens
+    choices = len(row_of_choice) // tokens
     _combine[(tokens,)](
         rows=rows,
-        place=place,
+        row_of_choice=row_of_choice,
         weights=weights,
         y=y,
         choices=choices,
@@ -92,7 +92,7 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
 
 
 def combine_backward(
-    dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor
+    dy: Tensor, rows: Tensor, row_of_choice: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of `rows` in BF16, and the gradient of `weights` in FP32.
 
@@ -106,7 +106,7 @@ def combine_backward(
     _combine_backward[(tokens,)](
         dy=dy,
         rows=rows,
-        place=place,
+        row_of_choice=row_of_choice,
         weights=weights,
         d_rows=d_rows,
         d_weights=d_weights,
