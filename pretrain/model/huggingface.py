@@ -205,9 +205,10 @@ def _check_loaded(source: str, model: PreTrainedModel, loading: dict[str, Any]) 
 
 
 def quantized_weights(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the values of a model with quantized weights by name. The dict of others is empty.
+    """Return a dict from names to the values of a model with quantized weights.
 
-    `[...]` reads a value from its file, and dequantizes it.
+    `[...]` reads a value from its file, and dequantizes it. The dict is empty if the weights of the
+    model are not quantized.
 
     repository: a folder, or a name on the Hugging Face hub.
 
