@@ -54,6 +54,7 @@ from pretrain.model.hybrids.families import separated_kinds
 from pretrain.model.scores import (
     WITH_SINKS,
     Scores,
+    flash_documents,
     flash_scores,
     no_kernel_message,
     scores_obstacle,
@@ -409,7 +410,7 @@ def flash_forward(
         softmax_scale=scale,
         causal=True,
         return_lse=True,
-        **_documents(cu_seqlens, max_seqlen),
+        **flash_documents(cu_seqlens, max_seqlen),
     )
     return output, log_sums
 
@@ -447,7 +448,7 @@ def flash_backward_in_parts(
         max_seqlen: The argument of `flash_forward`.
         scale: The argument of `flash_forward`.
     """
-    options = _documents(cu_seqlens, max_seqlen)
+    options = flash_documents(cu_seqlens, max_seqlen)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     backward = _flash()._flash_attn_bwd
     is_causal = True
@@ -483,16 +484,6 @@ def _flash() -> ModuleType:
     # FlashAttention-4 calls, hundreds of times.
     warnings.filterwarnings("ignore", module=r"(cutlass|flash_attn\.cute)(\.|$)")
     return interface
-
-
-def _documents(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """Return the keyword arguments of FlashAttention-4 that describe the documents."""
-    return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
-    }
 
 
 # ── cuDNN's kernels, through Transformer Engine ──

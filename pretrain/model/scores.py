@@ -202,6 +202,13 @@ def _options(
         "causal": True,
         "softcap": cap,
         "window_size_left": window - 1 if window else None,
+        **flash_documents(cu_seqlens, max_seqlen),
+    }
+
+
+def flash_documents(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """Return the keyword arguments of FlashAttention-4 that describe the documents."""
+    return {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
         "max_seqlen_q": max_seqlen,
