@@ -182,6 +182,7 @@ def _check_loaded(source: str, model: PreTrainedModel, loading: dict[str, Any]) 
     """
     for name, stored, expected in sorted(loading["mismatched_keys"]):
         remedy = _ANOTHER_SOURCE
+        # The embedding and the head have a row for each token of the vocabulary.
         if stored[0] != expected[0] == model.config.get_text_config().vocab_size:
             remedy = f"set `model.config.vocab_size: {stored[0]}`"
         raise InputError(

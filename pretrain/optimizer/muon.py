@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 MOMENTUM = "momentum"
 # Value of `MatrixWeight.inputs_dim` for a parameter whose layout is not known.
 UNKNOWN = 0
-# Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵.
+# Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵. The
+# kernel (`newton_schulz`) has the same number of steps.
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Smallest norm by which a matrix is divided.

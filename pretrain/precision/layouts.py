@@ -121,7 +121,8 @@ class Layout:
         factors = scales.float()
         for divisor in divisors:
             factors = factors / divisor.max()
-        # The weights of models are far below 448, the largest FP8 code.
+        # Refuse larger factors, which are probably reciprocals of scales. With them, weights could
+        # exceed 448, the largest FP8 code, but the weights of models are far smaller.
         largest = E4M3.maximum / grid.maximum
         self._check_scales(linear, scales, blocks, factors, largest)
         factors = factors.reshape(blocks)
