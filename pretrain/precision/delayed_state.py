@@ -21,6 +21,9 @@ from foundation.overrides import overridden
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.quantizers.tensor import update_scale
 
+# Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
+# tensors in a checkpoint.
+PREFIX = "fp8/"
 Direction = Literal["forward", "backward"]
 # Map each direction to the slots in the amax history of a linear layer, in Transformer Engine's
 # order. Each slot has the name of a tensor. The slots "output" and "grad_input" stay unused,
@@ -45,7 +48,7 @@ def state_of_operand(
     `state` is the result of `GemmEngine.state`. `module` is the name of the linear layer.
     """
     direction, slot = PLACES[role]
-    return state[f"fp8/{module}/{direction}/{key}"][..., slot]
+    return state[f"{PREFIX}{module}/{direction}/{key}"][..., slot]
 
 
 class DirectionState(NamedTuple):
@@ -156,7 +159,7 @@ class DelayedState:
         for direction in SLOTS:
             state = self._state_of(direction)
             for index, module in enumerate(self._modules):
-                prefix = f"fp8/{module}/{direction}"
+                prefix = f"{PREFIX}{module}/{direction}"
                 tensors[f"{prefix}/amax_history"] = state.amax_history[:, index]
                 tensors[f"{prefix}/scale"] = state.scale[index]
         return tensors

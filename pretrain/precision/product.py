@@ -39,10 +39,6 @@ from pretrain.precision.gemm import (
 from pretrain.precision.observed import watched
 from pretrain.precision.settings import ActivePrecision
 
-# Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
-# tensors in a checkpoint.
-PREFIX = "fp8/"
-
 
 class Probe:
     """Observer of the products of one model. A subclass overrides the methods that it needs.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foundation.errors import InputError, one_line
 from pretrain.precision import cublaslt, grouped
-from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.delayed_state import PLACES, PREFIX
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import NO_CONTEXT, watched
@@ -409,8 +409,8 @@ class TransformerEngine(GemmEngine):
         for name, gemm in self.gemms.items():
             for direction, te_direction in TE_DIRECTIONS.items():
                 meta = gemm.linear.fp8_meta[te_direction]
-                tensors[f"fp8/{name}/{direction}/amax_history"] = meta.amax_history
-                tensors[f"fp8/{name}/{direction}/scale"] = meta.scale
+                tensors[f"{PREFIX}{name}/{direction}/amax_history"] = meta.amax_history
+                tensors[f"{PREFIX}{name}/{direction}/scale"] = meta.scale
         return tensors
 
     def reset(self) -> None:

@@ -30,7 +30,7 @@ from pretrain.metrics.health import (
 from pretrain.metrics.run_record import read_metrics
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
-from pretrain.precision.product import PREFIX
+from pretrain.precision.delayed_state import PREFIX
 from pretrain.precision.settings import Weights
 from pretrain.run.assembly import REHEARSALS, Assembly, set_weights
 from pretrain.run.export import tensor_reader

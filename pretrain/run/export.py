@@ -40,7 +40,7 @@ from pretrain.model import huggingface
 from pretrain.model.configuration import load_config
 from pretrain.model.exported import write_model
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.precision.product import PREFIX
+from pretrain.precision.delayed_state import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.command_checks import checkpoint_of
 from pretrain.run.data import Data
