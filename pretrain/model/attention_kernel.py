@@ -152,6 +152,7 @@ def _attend(
     maximum = tl.full([_SIZE], _MASKED, tl.float32)
     total = tl.zeros([_SIZE], tl.float32)
     accumulator = tl.zeros([_SIZE, dim], tl.float32)
+    # The queries of the tile see no key before the document of the first query.
     end = tl.minimum(first + _SIZE // pack, tokens)
     for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
         keys = _load(k, first_head // group, first_key, step, dim)

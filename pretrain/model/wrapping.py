@@ -385,7 +385,7 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
 def casting_unfused(module: nn.Module, forward: FusedLayer, dtype: torch.dtype) -> FusedLayer:
     """Return the fused forward, which casts its parameters itself and needs no working copies.
 
-    For some inputs it calls the layer's original forward, and this forward gets working copies.
+    Without packed documents it calls the layer's original forward, which gets working copies.
     """
     forward.unfused = casting_parameters(module, forward.unfused, dtype)
     return forward

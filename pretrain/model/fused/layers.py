@@ -573,6 +573,8 @@ class OutputAndMLP(torch.autograd.Function):
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up.add_weight_gradient(d_hidden, normed)
         del d_hidden, normed
+        # dx and dy are the gradients of the outputs of `output` and `down`, so their sums over
+        # tokens are the gradients of the biases.
         has_biases = down.sums_gradient or (output is not None and output.sums_gradient)
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
             d_normed, x, rstd, mean, layer.mlp_norm, residual=dy, summed=has_biases
