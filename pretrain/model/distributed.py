@@ -294,4 +294,5 @@ def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) ->
     """
     if accelerator.num_processes > 1:
         for tensor in tensors:
+            # Send bytes, because NCCL does not send all dtypes, such as int16.
             torch.distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

@@ -66,6 +66,7 @@ def pin(buffer: Tensor) -> bool:
     """
     cudart = torch.cuda.cudart()
     address = buffer.data_ptr()
+    # The flag 1 is cudaHostRegisterPortable: the memory is pinned for all CUDA contexts.
     if int(cudart.cudaHostRegister(address, buffer.nbytes, 1)) != 0:
         return False
     finalizer = weakref.finalize(buffer, cudart.cudaHostUnregister, address)
