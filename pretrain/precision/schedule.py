@@ -31,13 +31,14 @@ class PrecisionSchedule:
 
     @cached_property
     def spans(self) -> list[tuple[int, int, ActivePrecision]]:
-        """Return the first step, the last step and the precision of each phase that has steps.
+        """Return the first step, the last step and the precision of each phase.
 
         Raise InputError if a phase would have no step.
         """
         ends = last_steps("precision", [until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
         actives = [active for _, active in self.phases]
+        # No phase starts at the last number of `firsts`, the step after the run.
         return list(zip(firsts, ends, actives, strict=False))
 
     @property
