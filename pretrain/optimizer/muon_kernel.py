@@ -41,6 +41,7 @@ def _symmetric_product(
     if block_row >= block_column:
         row = tl.program_id(0) * rows + tl.arange(0, rows)
         column = block_column * columns + tl.arange(0, columns)
+        # Number of rows of the earlier matrices in `product`.
         first = tl.program_id(2).to(tl.int64) * size
         inner = first * depth + tl.arange(0, block)[:, None] * stride_inner
         a_at = a + inner + row * stride

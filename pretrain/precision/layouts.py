@@ -97,6 +97,7 @@ class Layout:
             scales.view(torch.uint8) if is_e8m0 else scales,
             decode_scale(weight.tensor_scale).reshape(1),
         )
+        # Only some layouts store the third tensor.
         return dict(zip(self.parts, tensors, strict=False))
 
     def read(self, linear: str, slices: Sequence[Any]) -> Quantized:
