@@ -133,6 +133,7 @@ def _rotate_forward(
     inside = (first + tl.arange(0, rows) // heads < tokens)[:, None]
     x_at = qkv + head * dim + _tile(first, (query + 2 * kv) * dim, dim, rows, heads, half)
     if head < query + kv:
+        # Missing tokens have ones, so that their root mean square is not zero.
         x1, x2 = _load_halves(x_at, inside, 1)
         c, s = _load_angles(cos, sin, first, inside, heads, half)
         is_query = head < query
@@ -375,6 +376,7 @@ def _differentiate_norm(
     """
     half: tl.constexpr = inside.shape[1]
     dim: tl.constexpr = 2 * half
+    # Missing tokens have ones, so that their root mean square is not zero.
     x1, x2 = _load_halves(x_at, inside, 1)
     square = tl.sum(tl.fma(x1, x1, x2 * x2), axis=1)
     factor = tl.rsqrt(tl.fma(square, 1.0 / dim, eps))[:, None]
