@@ -247,7 +247,7 @@ def _uses_kernel(x: Tensor) -> bool:
     x: [matrices, rows, columns], with at most as many rows as columns.
     """
     matrices, rows, columns = x.shape
-    # The kernel has no partial tiles. For small matrices, it is not faster.
+    # The kernel has no partial tiles. Small matrices have too few tiles for a GPU.
     if not x.is_cuda or rows < 768 or rows % 256 or columns % 64:
         return False
     # The kernel reads one matrix after another. The matrices that a single parameter of GPT-2
