@@ -307,12 +307,14 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         run.log(metrics, data_wait_ms=steps.data_wait_ms)
         steps.data_wait_ms = 0.0
 
-        is_saved = is_due(state.step, recipe.checkpoint.every)
-        is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished
-        if state.step == run.resumed_step + 1 or is_evaluated:
+        must_save = is_due(state.step, recipe.checkpoint.every)
+        must_evaluate = is_due(state.step, recipe.evaluate.every) and not state.finished
+        # Collect garbage after the first step, which compiles, and before an evaluation. Both take
+        # much longer than a collection.
+        if state.step == run.resumed_step + 1 or must_evaluate:
             gc.collect()
         needs_sound_weights = (
-            is_saved or state.finished or (is_evaluated and recipe.checkpoint.best)
+            must_save or state.finished or (must_evaluate and recipe.checkpoint.best)
         )
         # Check the weights after a skipped step too, because the previous update may have broken
         # them.
@@ -323,14 +325,14 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if decision.action == "rollback":
             return checkpointing.roll_back(run, decision.reason)
 
-        if is_evaluated:
+        if must_evaluate:
             evaluate.evaluate(run)
             # A signal may have arrived during the evaluation, which may take longer than a step.
             code = distributed.largest_over_ranks(run.accelerator, stop_code())
         run.checkpoints.settle()
         if code:
             return checkpointing.save_and_stop(run, code, steps)
-        if (is_saved or run.is_best) and not state.finished:
+        if (must_save or run.is_best) and not state.finished:
             checkpointing.save(run, in_background=True)
     # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
     if state.step > run.resumed_step and (recipe.checkpoint.at_end or recipe.evaluate.served):
@@ -373,6 +375,7 @@ def train_step(
             batches,
             run.accelerator,
             watch.first_microbatch(),
+            # Replaying a CUDA graph would not call the hooks of observers.
             compute=compute_microbatch if watch.observes_passes else run.graphs.compute,
         )
     norm = adamw.gradient_norm(model.parameters())
