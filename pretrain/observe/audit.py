@@ -69,10 +69,10 @@ def audit_products(
     routers = {module for router in packed.routing.routers for module in router.modules()}
     low = quantized_names(decisions) if active.precision.quantized else set()
     multiplied = _multiplied(packed.hf)
-    # Find products that should not be there. A low-precision LM head is an exception, because its
-    # forward may also multiply operands by a Hadamard matrix.
+    # The forward of a module should compute only the product with its weight. A low-precision LM
+    # head is an exception, because its forward may also multiply operands by a Hadamard matrix.
     heads = {name for name, (module, _) in multiplied.items() if isinstance(module, LossHead)}
-    observer = ModelObserver(packed.hf, complete=multiplied.keys() - (low & heads))
+    observer = ModelObserver(packed.hf, single_product=multiplied.keys() - (low & heads))
     with torch.compiler.set_stance("force_eager"), observer.observing():
         compute_loss().backward()
     entries = []

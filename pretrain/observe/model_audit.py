@@ -135,14 +135,14 @@ class _Origin(NamedTuple):
 class ModelObserver(ProductObserver):
     """Observer that records every product of a model, inside and outside of `watched` blocks."""
 
-    def __init__(self, model: nn.Module, complete: Container[str] = ()) -> None:
+    def __init__(self, model: nn.Module, single_product: Container[str] = ()) -> None:
         """Create an observer of `model`.
 
-        complete: the names of modules in whose forward every product counts as a product with the
-            weight, so that the caller finds products that should not be there.
+        single_product: the names of modules whose forward should compute only the product with the
+            weight. Each product in it is recorded as "forward", so that the caller finds others.
         """
         super().__init__()
-        self._complete = complete
+        self._single_product = single_product
         self._modules = {
             name.replace("_orig_mod.", ""): module for name, module in model.named_modules()
         }
@@ -174,6 +174,7 @@ class ModelObserver(ProductObserver):
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # The code of the parent module has computed the arguments.
         self._claim((args, kwargs), self._stack[-1] if self._stack else "")
         self._stack.append(name)
         self._called[name] = None
@@ -213,13 +214,13 @@ class ModelObserver(ProductObserver):
         if owners and name not in owners:
             name = owners[-1]
         if gemm is None:
-            with_weight = "forward" if self._stack or node is None else "dgrad"
-            if self._stack and name in self._complete:
+            kind_with_weight = "forward" if self._stack or node is None else "dgrad"
+            if self._stack and name in self._single_product:
                 gemm = "forward"
             elif owners:
-                gemm = with_weight
+                gemm = kind_with_weight
             else:
-                gemm = _gemm_of(operands, self._modules[name], with_weight)
+                gemm = _gemm_of(operands, self._modules[name], kind_with_weight)
         left, right = (
             operand_kind(operand, scale) + origin.fp8
             for operand, scale, origin in zip(operands, scales, origins, strict=True)
@@ -233,6 +234,7 @@ class ModelObserver(ProductObserver):
             origin = self._origins.get(_storage(source), origin)
             if source.dtype in _FP8 and result.dtype not in _FP8:
                 origin = origin._replace(fp8=f" with {_FP8[source.dtype]} values")
+        # A result in the memory of `source`, such as a view, keeps its origin.
         for storage in {*map(_storage, tree_leaves(result))} - {None, _storage(source)}:
             self._origins[storage] = origin
 
