@@ -34,7 +34,7 @@ def served_weights(
     settings: LowPrecisionSettings,
     hf: PreTrainedModel,
     read: Callable[[str], Tensor],
-    histories: Mapping[str, Tensor],
+    delayed_scales: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     """Quantize the weights of a checkpoint as the forward of its next training step would.
 
@@ -52,7 +52,8 @@ def served_weights(
     hf: the model on the meta device, in BF16.
     read: maps the name of a parameter to its BF16 value. Training casts FP32 weights to BF16 before
         it quantizes them, so they are read in BF16 too.
-    histories: the scales of delayed scaling in the checkpoint, as `GemmEngine.state` names them.
+    delayed_scales: the scales of delayed scaling in the checkpoint, as `GemmEngine.state` names
+        them. Empty in other precisions.
 
     Raises InputError if training multiplies in BF16 or FP32, or if no layout holds the weights.
     """
@@ -81,9 +82,11 @@ def served_weights(
             tensors[parameter] = read(parameter)
             continue
         if precision.keeps_history:
-            encoded_scale = state_of_operand(histories, stacks[name].product, "input", "scale")
-            tensors[f"{name}.input_scale"] = decode_scale(encoded_scale).reshape(1)
-        weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
+            encoding_scale = state_of_operand(
+                delayed_scales, stacks[name].product, "input", "scale"
+            )
+            tensors[f"{name}.input_scale"] = decode_scale(encoding_scale).reshape(1)
+        weight = _quantize_as_trained(precision, name, stacks[name], read, delayed_scales)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
         quantized_values += weight.codes.numel()
     unquantized = [name for name in linears if name not in stacks]
@@ -100,6 +103,7 @@ def _facts_about(
     stacks: map the name of each linear that is quantized in the export to its product in training.
     mixed: the names of linears that only training quantizes.
     """
+    # Only the layout "FP8 blocks" has no `format` in its configuration.
     format_name = layout.config.get("format", "blocks of 128 x 128")
     method = layout.config["quant_method"]
     facts = {
@@ -125,7 +129,7 @@ def _quantize_as_trained(
     name: str,
     stack: Stack,
     read: Callable[[str], Tensor],
-    histories: Mapping[str, Tensor],
+    delayed_scales: Mapping[str, Tensor],
 ) -> Quantized:
     """Return the weight of a linear as the forward of training quantizes it.
 
@@ -136,16 +140,17 @@ def _quantize_as_trained(
     """
     scale = amax = None
     if precision.keeps_history:
-        scale = state_of_operand(histories, stack.product, "weight", "scale")
+        scale = state_of_operand(delayed_scales, stack.product, "weight", "scale")
     elif precision.tensor_scaled:
         amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack.members)
     return precision.quantizer("weight", "features")(read(f"{name}.weight"), scale, amax)
 
 
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, Stack]:
-    """Return `_stacks_in` of the record of a precision in audit.json.
+    """Map the name of each linear that the run quantizes to the product that computes it.
 
-    Raises InputError if audit.json has no record of the precision.
+    The products are read from the record of the precision in audit.json. Raises InputError if there
+    is no such record.
     """
     audit = load_object(run_dir / "audit.json", "start the run again to write it")
     # Without phases of precision, audit.json is the record of the only precision.
