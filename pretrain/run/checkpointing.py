@@ -79,7 +79,6 @@ def save(run: Run, *, in_background: bool = False) -> None:
 
     All ranks must call this function.
     """
-
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
@@ -235,16 +234,15 @@ def load_weights(
     """
     saved: Weights = point.state_json["identity"]["weights"]
     live = assembly.tensors | assembly.optimizer_tensors | loadable_histories(point, assembly)
-    optional = (PREFIX, "remainder/")
     if saved == mode:
-        checkpoints.load(point.path, live, optional=optional)
+        checkpoints.load(point.path, live, optional=(PREFIX,))
         return []
-    # Load everything but the weights, and then convert the weights.
+    # Load everything but the weights and their remainders, and then convert the weights.
     weights = tuple(name for name, _ in assembly.hf.named_parameters())
     for name in weights:
         del live[name]
         live.pop(f"remainder/{name}", None)
-    checkpoints.load(point.path, live, optional=(*optional, *weights))
+    checkpoints.load(point.path, live, optional=(PREFIX, "remainder/", *weights))
     read = tensor_reader([point.path], assembly.hf, "bf16" if mode == "bf16" else "fp32")
     set_weights(assembly.hf, read, assembly.optimizer)
     effect = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "without loss"
