@@ -36,8 +36,8 @@ from pretrain.precision.quantizers import Quantized
 
 Record = Mapping[str, Any]
 
-# The two ways in which values are lost. They are also the keys of the shares of lost values. Map
-# each to two texts for the warning: a description and the remedies.
+# Map each way in which values are lost to two texts for the warning: a description and the
+# remedies. The keys are also the keys of the shares of lost values in `OperandStatistics.records`.
 LOST_VALUES = {
     "underflow": (
         "becomes zero",
@@ -243,6 +243,7 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     largest_held = grid.maximum + step / 2
     is_saturated = is_finite & is_scaled & (magnitude > largest_held * decode)
+    # The figures have the scale that encodes values, which is the reciprocal of `decode`.
     log2_scale = -decode.double().log2().where(is_scaled, 0)
     figures = (log2_scale, is_scaled, is_nonzero, is_lost, is_finite, is_saturated)
     return torch.stack([amax.double(), *(figure.sum().double() for figure in figures)])

@@ -148,7 +148,7 @@ def _judge_draws(errors: Tensor) -> float:
         [1 + draws, rows, columns]. The rows are rows of the operand that is rounded stochastically:
         tokens in dgrad, and output features in wgrad.
     """
-    draws = len(errors)
+    number = len(errors)
     # Inner products of the errors of each row, [rows, 1 + draws, 1 + draws].
     products = torch.einsum("drc,erc->rde", errors, errors)
     mean_square = products.diagonal(dim1=1, dim2=2).mean(1)
@@ -157,9 +157,12 @@ def _judge_draws(errors: Tensor) -> float:
     squares = products.diagonal(dim1=1, dim2=2)
     difference = (squares[:, 0].mean() - 1).abs().item()
     # Mean inner product of each error with all other errors.
-    inner = (products.sum(2) - squares) / (draws - 1)
+    inner = (products.sum(2) - squares) / (number - 1)
+    # Sums over the rows. `of_run` is the mean inner product of the run's error with our quantizer's
+    # errors, and `among_plain` is that of two errors of our quantizer. All columns of `inner`
+    # together contain the products with the run's error twice.
     of_run = inner[:, 0].sum()
-    among_plain = (inner.sum() - 2 * of_run) / (draws - 2)
+    among_plain = (inner.sum() - 2 * of_run) / (number - 2)
     allowed = (1 - LEAST_LIKENESS) * among_plain.clamp(min=1e-100)
     unlike = ((among_plain - of_run) / allowed).item()
     # Both the tolerance and the standard deviations must be exceeded.

@@ -331,6 +331,7 @@ class TorchMatrix:
         reference.step()
         exact = copy.detach()
         self._expected = exact.bfloat16().float() if update.recipe.weights == "bf16" else exact
+        # The rounding to the stored dtype, and that of FP32 operations.
         self._rounding = self._expected - exact + ROUNDING * exact
 
     def differences(self) -> list[str]:
@@ -377,6 +378,7 @@ def wrong_parts(
     error: the updated weights minus the expected weights.
     rounding: the allowed error by rounding.
     """
+    # Both the updated and the expected weights are rounded.
     limit = MUON_RELATIVE * change.norm() + 2 * rounding.norm()
     # NaN is always a fault.
     if not error.norm() <= limit:
