@@ -107,12 +107,12 @@ def choose_microbatch(
 
     point: the checkpoint that the run continues from, or None.
 
-    A resumed run keeps the microbatch of the checkpoint if it has the same number of processes.
-    Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
-    Otherwise trials on the GPU find the largest microbatch that fits in every precision of the run.
-    The plan's estimate of memory is not precise enough, because it includes neither the choices of
-    the compiler nor the fragmentation of the memory. On a CPU the estimate is used. All ranks must
-    call this function.
+    A resumed run keeps the microbatch of the checkpoint if it has the same number of processes, and
+    if this size is still one of `Plan.microbatch_sizes`. Then all sums keep their order, and the
+    resumed run repeats the uninterrupted run bit for bit. Otherwise trials on the GPU find the
+    largest microbatch that fits in every precision of the run. The plan's estimate of memory is not
+    precise enough, because it includes neither the choices of the compiler nor the fragmentation of
+    the memory. On a CPU the estimate is used. All ranks must call this function.
 
     Raises InputError if not even one pack fits.
     """

@@ -56,7 +56,8 @@ def with_tokens(
 
     The tokenizer is the recipe's `data.tokenizer`. If the recipe does not set it, it is the
     tokenizer of the packs. `model` is returned unchanged if there is no tokenizer, if trained
-    weights are loaded from its `source`, or if its `source` has the same tokenizer.
+    weights are loaded from its `source`, if its `source` has the same tokenizer, or if packs with
+    an unknown tokenizer are used with a `source`.
 
     settings: the section `data` of the recipe.
     data: the open packs, or None.

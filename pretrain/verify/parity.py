@@ -230,6 +230,8 @@ class _PackedPath(NamedTuple):
         """Run forward and backward as a training step does, and return the loss.
 
         Old gradients are cleared first. The gradients of this pass are not cleared.
+
+        around_first: context manager that observes the first microbatch, or None.
         """
         clear_gradients(self.optimizer, self.model)
         return forward_backward(self.model, step, self.accelerator, around_first).item()
@@ -331,9 +333,9 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
 
     The LM head computes the loss in chunks of tokens. The chunks are made smaller, so that the
     microbatch has several of them, as in training. A low precision may round their size up, but a
-    microbatch of 384 tokens or more has three chunks. The penalty of the loss has the weight 1.0 in
-    the model and in the reference, because rounding of the cross-entropy's gradient would hide the
-    gradient of a small penalty.
+    microbatch of 384 tokens or more has at least three chunks. The penalty of the loss has the
+    weight 1.0 in the model and in the reference, because rounding of the cross-entropy's gradient
+    would hide the gradient of a small penalty.
 
     Args:
         model: Model that is compared.
