@@ -98,6 +98,7 @@ class Data:
         """Return a microbatch of one training pack.
 
         index: the index of the pack, modulo the number of packs.
+        vocab_size: the size of the model's vocabulary. Raises InputError for a larger token id.
         """
         packs = self.readable
         return build_microbatch(

@@ -48,6 +48,9 @@ class StoredRun:
     A marker is the file manifest.json of a checkpoint, or the file summary.json, which is written
     after the folder `final`. If a marker exists, its folder is complete.
 
+    The arguments `storage` and `root` of the methods are results of `open_storage(address)`: the
+    file system, and the path of the copy in it.
+
     Args:
         address: Address of the copy, such as s3://bucket/run.
         folder: The run folder on this machine.

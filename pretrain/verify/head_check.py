@@ -81,7 +81,11 @@ class HeadCheck(Probe):
     def result(
         self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, call: LinearPass
     ) -> None:
-        """Compute the loss of a chunk's logits and its gradient, or store other gradients."""
+        """Observe a product of the head for one chunk.
+
+        From the logits, the result of the forward product, compute the loss and its gradient. The
+        results of the other two products are gradients, which are stored.
+        """
         if name != self._head.state.name:
             return
         if gemm != "forward":
