@@ -404,6 +404,7 @@ def layers_of(
             memory = compiled_layer(flops, active.precision, layouts, left_out, fuses_mlp=fuses_mlp)
         else:
             parts = Parts.of(layer)
+            # All linears of a stack have the same precision, see `assess_layer`.
             precisions = [
                 active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
                 for stack in parts.stacks.values()

@@ -148,6 +148,7 @@ class Assembly:
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         record = self.audits[active.name]
         record["products"] = rehearse(job, accelerator, self)
+        # No step of training has confirmed these products yet.
         record.pop("confirmed_in_step", None)
 
 

@@ -175,7 +175,8 @@ def held_out_sums(
         module.training = was_training
     parts = head.take_parts()
     if parts is not None:
-        total[2] = parts[1]
+        _, penalties = parts
+        total[2] = penalties
     return accelerator.reduce(total, reduction="sum")
 
 

@@ -199,6 +199,7 @@ def _evaluate(
     for name in in_low_precisions(job, accelerator, assembly, point):
         with overridden(context, evaluates_low=True):
             print_in(name)
+    # In this context, a model with low-precision products computes in BF16.
     with overridden(context, evaluates_low=False):
         print_in("bf16" if context.engines else context.current.name)
 

@@ -356,6 +356,7 @@ def _training_of(
     recipe = checked.recipe
     length = recipe.data.length
     packs = mixture = None
+    # If a stream continues after its first part, the number of its packs is not known.
     if data and not (data.stream and data.stream.continues):
         packs = len(data.readable)
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, length)

@@ -227,6 +227,7 @@ def with_weights(recipe: Recipe, *, on_gpu: bool, resume: str = "auto") -> Recip
         return recipe
     usual = usual_weights(recipe, on_gpu=on_gpu)
     recorded = _recorded_weights(recipe, usual, resume)
+    # A config.yaml above the folder of --resume may belong to another program.
     values = [weights for weights in recorded if weights in WEIGHT_DTYPES]
     return recipe.model_copy(update={"weights": next(iter(values), usual)})
 
