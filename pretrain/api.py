@@ -132,7 +132,7 @@ def convert(
         precision: "delayed", "current", "block", "mxfp8", "nvfp4" or "mxfp4". Append "+head" to
             quantize the LM head too.
         calibrate_on: A batch, or a function that computes the loss, as in :func:`audit`. Delayed
-            scaling needs it. Eight forward and backward passes fill the histories, because the
+            scaling needs it. Four forward and backward passes fill the histories, because the
             first microbatch would otherwise be quantized with scales of one, which turns small
             gradients into zeros.
         fp8_config: Keys of a recipe's `fp8_config` (docs/settings.md), such as
