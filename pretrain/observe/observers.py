@@ -33,8 +33,9 @@ class Step:
     # first two steps of each phase of precision. The second step is included because it is the
     # first step with updated weights.
     is_new: bool
-    # True in a statistics step, in which operands are measured. With `log.fp8_statistics: n`, every
-    # n-th quantized step and the first step of each quantized phase are statistics steps.
+    # True in a statistics step, in which operands are measured. With `log.fp8_statistics: n`, these
+    # are the quantized steps whose number is a multiple of n, and the first step of each quantized
+    # phase.
     measures_operands: bool
 
 

@@ -1,8 +1,8 @@
 """Checks that need two sections of a recipe, the devices, the model's sizes or the packs.
 
 Each check raises an InputError if it fails. The message contains the keys that contradict each
-other, and a value that works. `prepare_job` calls each function once, the fastest one first. A
-matrix of runs calls `check_launch` for each of its runs. No function imports torch.
+other, and a value that works. A run calls the fastest checks first. A matrix of runs calls
+`check_launch` for each of its runs. No function imports torch.
 """
 
 from __future__ import annotations
