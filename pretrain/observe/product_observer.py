@@ -112,9 +112,9 @@ class ProductObserver:
         self,
         names: Sequence[str],
         gemm: str,
-        emulated: Sequence[str] | None = None,
+        emulated: Sequence[str] | None,
         *,
-        swapped: bool = False,
+        swapped: bool,
     ) -> Iterator[None]:
         """Return a context manager that observes the products of its `with` block.
 
@@ -223,6 +223,7 @@ def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
     values_per_scale = operand.numel() // scales
     if values_per_scale == operand.numel():
         scaling = "tensor-scaled"
+    # One scale for each row, or for each column of a transposed operand.
     elif values_per_scale in operand.shape:
         scaling = "row-scaled"
     else:
