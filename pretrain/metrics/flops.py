@@ -267,12 +267,14 @@ def _split_experts(
     Return two dicts by parameter name: the stacked weights and biases of the experts, and the
     weights of the routers. Parameters that belong to neither are dropped.
     """
+    # Stacked weights are [experts, rows, columns].
     experts = {
         name: parameter
         for name, parameter in parameters.items()
         if parameter.ndim == 3 or ".experts." in name
     }
     numbers_of_experts = {len(parameter) for parameter in experts.values()}
+    # The weight of a router has a row for each expert.
     routers = {
         name: parameter
         for name, parameter in parameters.items()

@@ -143,6 +143,7 @@ class ModelObserver(ProductObserver):
         """
         super().__init__()
         self._single_product = single_product
+        # torch.compile adds this part to the names of modules that it has wrapped.
         self._modules = {
             name.replace("_orig_mod.", ""): module for name, module in model.named_modules()
         }

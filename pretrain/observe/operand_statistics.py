@@ -161,6 +161,7 @@ class OperandStatistics(Probe):
             self._generator = torch.Generator(x.device).manual_seed(0)
         scaling = self.precision.scaling(role)
         blocks = sample(x, scaling, self._generator)
+        # A block takes one row, or as many rows as it has columns if it is square.
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))

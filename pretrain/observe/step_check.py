@@ -201,6 +201,7 @@ class StepCheck(Observer):
             "penalty": self.recipe.loss.penalty_weight,
             "router_loss": self.packed.routing.coefficient,
         }
+        # The step minimizes this sum. Losses without a weight are not logged.
         logged = sum(weight * losses[name] for name, weight in weights.items() if weight)
         if abs(logged - self._loss) <= LOSS_TOLERANCE * abs(self._loss):
             return []

@@ -254,7 +254,8 @@ class TorchUpdate:
         The result has the keys and shapes of `_values`.
         """
         decays = torch.tensor(self._are_decayed, device=self._device).unsqueeze(1)
-        # AdamW first multiplies the decayed weights by this factor.
+        # AdamW first multiplies the decayed weights by this factor. The tensor contains all sampled
+        # parameters, and not all of them are decayed, so torch's optimizer has no decay.
         kept = 1 - self._options["lr"] * self._options["weight_decay"] * decays
         weight = nn.Parameter(self._before["weights"] * kept)
         weight.grad = gradient

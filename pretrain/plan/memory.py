@@ -422,6 +422,8 @@ def _with_scores(
 
     The scores are in FP32. For backward, `Scores.attend` keeps the probabilities, and with a cap
     also the result of tanh. Backward holds two gradients with the size of the scores.
+
+    length: number of tokens in a pack.
     """
     if not flops.changed_scores or attention not in ("packed_sdpa", "packed_documents"):
         return memory
