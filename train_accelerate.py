@@ -449,6 +449,7 @@ def add_served_loss(
         f"held-out loss served in {record['served_precision']}: {record['served_loss']:.4f}"
     )
     if accelerator.is_main_process:
+        # Append to the file. `start` keeps the lines of all steps.
         metrics = JsonlTracker(folder.metrics, job.plan.steps)
         metrics.start()
         metrics.log(record)

@@ -92,7 +92,10 @@ class _Fp8Config(LowPrecisionSettings):
 
 
 class _PrecisionSection(Settings):
-    """The part of an Accelerate configuration that sets a quantized precision."""
+    """The part of an Accelerate configuration that sets a quantized precision.
+
+    It is parsed as a whole, so that messages begin the name of a key with `fp8_config`.
+    """
 
     fp8_config: _Fp8Config
 

@@ -72,6 +72,7 @@ def with_tokens(
     if given.get("vocab_size") is None:
         given.pop("vocab_size", None)
     has_vocabulary = model.source or "vocab_size" in given
+    # A model from scratch with a `source` needs the tokenizer, because it may have another one.
     if has_vocabulary and not (needed or model.from_scratch):
         return model
     tokenizer = data.tokenizer if data else {}
@@ -330,6 +331,7 @@ def _check_export(
         tokenizer.save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     added = {*exported.get_added_vocab(), *map(str, packed.get_added_tokens_decoder().values())}
+    # Tokenizer classes also treat blanks around added tokens in different ways.
     for probe in [*PROBES, *(f"a {token} b{token}c" for token in sorted(added))]:
         ids = packed.encode(probe, add_special_tokens=False).ids
         if exported.encode(probe, add_special_tokens=False) != ids:
