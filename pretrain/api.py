@@ -341,7 +341,8 @@ class PackedDataset(Dataset[Pack]):
         transformers' registry. Documents do see each other in models with other layers, such as
         Mamba's or convolutions, or with ALiBi. :func:`parity` and converted models refuse to
         compute such models with these arguments. `labels` are not shifted, because the model shifts
-        them. The first token of a document is no label.
+        them. The first token of a document is no label, unless a recipe has `data.mask_boundaries:
+        false`.
         """
         batch = build_microbatch(packs, mask_boundaries=self.mask_boundaries)
         # Drop the offsets of empty documents, which are repeated.
