@@ -118,7 +118,8 @@ def _judge_rounding(errors: Tensor) -> float:
     # Each of `too_large`, `too_small` and `too_different` is above 1 if the error is.
     size, *plain_sizes = errors.flatten(1).norm(dim=1).tolist()
     too_large = size / (LEEWAY * max(plain_sizes) + ORDER_OF_SUMS)
-    # Differences in the order of sums would make the directions of such small errors differ.
+    # Differences in the order of sums would make the directions of such small errors differ. So a
+    # small error is a mismatch only if it is too large.
     is_small = min(plain_sizes) <= 8 * ORDER_OF_SUMS
     if len(plain_sizes) > 1:
         excess = _judge_draws(errors)

@@ -319,6 +319,8 @@ class TorchMatrix:
         self._weight = weight
         self._name = update.names[weight.parameter]
         self._state = update.optimizer.state[weight.parameter]
+        # Index of the checked matrix in the weight, which may have several. It is the same on all
+        # ranks.
         self._number = Random(update.past_updates).randrange(weight.shape[0])
         self._options = muon_options(update)
         self._before = self._values()
