@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError, as_input_error
 from foundation.units import plural
-from packing.records import UNTRAINED, WITHOUT_COLUMNS, Records
+from packing.records import UNTRAINED, WITHOUT_COLUMNS, RecordRule
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
@@ -64,12 +64,12 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.input_stream(file, compression=compression)
 
 
-def lacking(records: Records, names: Collection[str]) -> str | None:
-    """Return an error message if a source lacks a column that `records` requires, else None.
+def lacking(rule: RecordRule, names: Collection[str]) -> str | None:
+    """Return an error message if a source lacks a column that `rule` requires, else None.
 
     `names` are the names of the columns that the source has.
     """
-    absent = [column for column in records.columns if column not in names]
+    absent = [column for column in rule.columns if column not in names]
     if not absent:
         return None
     return (
@@ -127,18 +127,18 @@ class Tokens:
     after: Offset = field(default_factory=dict)
 
 
-def tokenize(chunk: Chunk, tokenizer: TextTokenizer, records: Records) -> Tokens:
+def tokenize(chunk: Chunk, tokenizer: TextTokenizer, rule: RecordRule) -> Tokens:
     """Return the documents of `chunk` as token ids.
 
     Raises InputError if a long document cannot be encoded.
     """
-    documents, counts = read_chunk(chunk, records)
+    documents, counts = read_chunk(chunk, rule)
     with as_input_error(
         (ValueError,),
         chunk.where,
         "divide it into shorter documents, such as one line of a .jsonl file for each",
     ):
-        encoded = list(records.encode(tokenizer.tokenizer, documents))
+        encoded = list(rule.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     trained = int(np.count_nonzero(tokens < UNTRAINED))
@@ -149,23 +149,23 @@ def tokenize(chunk: Chunk, tokenizer: TextTokenizer, records: Records) -> Tokens
     return Tokens(tokens, lengths, counts, chunk.after)
 
 
-def read_chunk(chunk: Chunk, records: Records) -> tuple[list[Any], Counts]:
+def read_chunk(chunk: Chunk, rule: RecordRule) -> tuple[list[Any], Counts]:
     """Return the documents of `chunk`, and the number of its empty records.
 
-    The documents have the form that `records.fill` returns. The first malformed record raises
+    The documents have the form that `rule.fill` returns. The first malformed record raises
     InputError with its position.
     """
     documents = []
-    unread = records.unread(dict.fromkeys(chunk.columns, ""))
+    unread = rule.unread(dict.fromkeys(chunk.columns, ""))
     for where, record in _records(chunk):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
                     documents.append(decoded(stream.read()))
             else:
-                parsed = _parsed(record, records) if isinstance(record, bytes) else record
-                documents.append(records.fill(parsed))
-                unread |= records.unread(parsed)
+                parsed = _parsed(record, rule) if isinstance(record, bytes) else record
+                documents.append(rule.fill(parsed))
+                unread |= rule.unread(parsed)
         except (ValueError, OSError, RecursionError) as error:
             raise InputError(f"{where}: {error}") from None
     filled = [document for document in documents if document]
@@ -237,10 +237,10 @@ def column_names(chunk: Chunk) -> set[str]:
     return names
 
 
-def _parsed(line: bytes, records: Records) -> dict[str, Any]:
+def _parsed(line: bytes, rule: RecordRule) -> dict[str, Any]:
     """Return the record in a line.
 
-    Raises ValueError if the line is not a JSON object, or if it lacks a column that `records`
+    Raises ValueError if the line is not a JSON object, or if it lacks a column that `rule`
     requires.
     """
     text = decoded(line)
@@ -254,6 +254,6 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
         raise ValueError(f"the line is not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the line is not a JSON object; {remedy}")
-    if message := lacking(records, value):
+    if message := lacking(rule, value):
         raise ValueError(message)
     return value

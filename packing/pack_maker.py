@@ -15,7 +15,7 @@ from foundation.progress import Progress
 from packing.arrow import Split, write_packs
 from packing.chunks import Tokens
 from packing.pack import Arranged
-from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, ChatColumns, records_of
+from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, ChatColumns, record_rule
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
 from packing.sources import CHUNK_BYTES, open_source, reading_settings
 from packing.stream import PartStart, part_folder
@@ -64,8 +64,8 @@ class PackMaker(ExitStack):
         packing = {"packing": settings.packing or default}
         self.settings = settings.model_copy(update=packing)
         self.reading_settings = reading.model_copy(update=packing)
-        self.records = records_of(self.reading_settings, self.tokenizer)
-        self.source.records = self.records
+        self.rule = record_rule(self.reading_settings, self.tokenizer)
+        self.source.rule = self.rule
         self._workers = self.enter_context(Workers(self.reading_settings, processes))
 
     def key(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PackMaker(ExitStack):
         key = self.settings.model_dump(mode="json", include=included)
         key["source files"] = self.source.identity
         key["tokenizer fingerprint"] = self.tokenizer.fingerprint
-        key["records"] = sha256(repr(self.records).encode()).hexdigest()
+        key["records"] = sha256(repr(self.rule).encode()).hexdigest()
         return key | _window_of(self.settings)
 
     def tokenize(self, part: PartTokens, progress: bool = False) -> None:
@@ -120,8 +120,8 @@ class PackMaker(ExitStack):
         if start.number == 0:
             splits = arranged.layouts
             texts["tokenizer.json"] = self.tokenizer.tokenizer.to_str(pretty=True)
-            if isinstance(self.records, ChatColumns):
-                texts[CHAT_TEMPLATE] = self.records.template
+            if isinstance(self.rule, ChatColumns):
+                texts[CHAT_TEMPLATE] = self.rule.template
         if self.settings.stream:
             path = part_folder(path, start.number)
             first = start.first + len(arranged.layouts["train"])

@@ -24,7 +24,7 @@ from foundation.storage import is_address
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, require_documents
 from packing.pack_maker import PackMaker, content_settings, usable_cores
-from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, chat_template, records_of
+from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, chat_template, record_rule
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source, refuse_common_files
 from packing.store import all_sources, find_splits, folder_of, is_there, training_sources
@@ -210,7 +210,7 @@ def check_sources(settings: DataSettings) -> None:
         # Raise InputError if there is no such source. Ranks do not open it, because they would copy
         # objects of object storage at the same time.
         elif not holds_packs_of(source) and not _is_rank():
-            open_source(source, records_of(source, load_tokenizer(str(source.tokenizer))))
+            open_source(source, record_rule(source, load_tokenizer(str(source.tokenizer))))
 
 
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:

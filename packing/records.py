@@ -103,7 +103,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordRule:
     """Base class of rules that turn a record into a document."""
 
     # Names of the columns that a record must have.
@@ -138,11 +138,11 @@ class Records:
 
 
 # Rule for callers that read columns and no documents.
-WITHOUT_COLUMNS = Records(columns=(), optional=())
+WITHOUT_COLUMNS = RecordRule(columns=(), optional=())
 
 
 @dataclass(frozen=True)
-class TextTemplate(Records):
+class TextTemplate(RecordRule):
     """Rule that reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
     Null, NaN and infinity are replaced by the empty text, and other numbers are written as text.
@@ -204,7 +204,7 @@ class TextTemplate(Records):
 
 
 @dataclass(frozen=True)
-class ChatColumns(Records):
+class ChatColumns(RecordRule):
     """Rule that reads a chat from a column of messages, or from two columns: prompt and response.
 
     A document is a pair: the text of a chat, and the spans of the answers that have a loss, in
@@ -496,7 +496,7 @@ def _mark_untrained(ids: Any, offsets: Any, spans: list[Span]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TokenColumns(Records):
+class TokenColumns(RecordRule):
     """Rule that reads token ids from a record, and adds no special tokens.
 
     The columns of `packing.token_columns` determine which tokens are padding, which start a
@@ -530,7 +530,7 @@ class TokenColumns(Records):
         yield from (ids for document in documents for ids in document)
 
 
-def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
+def record_rule(settings: DataSettings, tokenizer: TextTokenizer) -> RecordRule:
     """Return the rule that turns the records of `settings.source` into documents.
 
     Raises InputError if a chat has no template, or if the tokenizer lacks EOS or another special

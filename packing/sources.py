@@ -46,7 +46,7 @@ from packing.chunks import (
     lacking,
     open_stream,
 )
-from packing.records import Records
+from packing.records import RecordRule
 from packing.settings import (
     HUB_NAME,
     RECORD,
@@ -90,7 +90,7 @@ _READABLE = (
 )
 
 
-def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
+def open_source(settings: DataSettings, rule: RecordRule) -> FileSource | DatasetSource:
     """Return the source that `settings` name. The content of its files is not read.
 
     Objects in object storage are copied to this machine first.
@@ -105,7 +105,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     path = Path(name)
     # Datasets of `save_to_disk` have one of these files.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return DatasetSource(settings, records)
+        return DatasetSource(settings, rule)
     with as_input_error(
         (OSError,),
         f"data.source: {name}: cannot be read",
@@ -114,7 +114,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         files = files_of(name)
         if not files and not os.path.lexists(path):
             if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
-                return DatasetSource(settings, records)
+                return DatasetSource(settings, rule)
             raise InputError(
                 f"data.source: {name}: no such file or folder, and no file matches it "
                 "(relative paths start at the current directory)"
@@ -124,7 +124,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         size = sum(path.stat().st_size for path in paths)
     _refuse_unused_settings(settings, kind)
     count = plural(len(paths), f"{kind} file")
-    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}", paths, kind, records)
+    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}", paths, kind, rule)
 
 
 def _refuse_unused_settings(settings: DataSettings, kind: str) -> None:
@@ -262,7 +262,7 @@ class FileSource:
     description: str
     paths: list[Path]
     kind: str
-    records: Records
+    rule: RecordRule
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -371,7 +371,7 @@ class FileSource:
         with open_stream(path) as stream, csv.open_csv(stream, reading, parsing) as reader:
             names = reader.schema.names
         # Read the file again, with the chosen columns as texts. A name may occur twice in `names`.
-        read_columns = self.records.read_columns or names
+        read_columns = self.rule.read_columns or names
         columns = [*dict.fromkeys(name for name in names if name in read_columns)]
         texts = csv.ConvertOptions(
             column_types=dict.fromkeys(columns, pa.string()), include_columns=columns
@@ -380,7 +380,7 @@ class FileSource:
             yield from _table_chunks(
                 batches,
                 names,
-                self.records,
+                self.rule,
                 origin=str(path),
                 next_row=offset.get("at", 0),
                 first_row=0,
@@ -405,12 +405,12 @@ class FileSource:
                 _ROWS,
                 row_groups=list(groups[first_group:]),
                 # Request the optional columns too. pyarrow ignores names that the file lacks.
-                columns=self.records.read_columns,
+                columns=self.rule.read_columns,
             )
             yield from _table_chunks(
                 batches,
                 names,
-                self.records,
+                self.rule,
                 origin=str(path),
                 next_row=next_row,
                 first_row=first_row,
@@ -423,9 +423,9 @@ class DatasetSource:
 
     kind = "dataset"
 
-    def __init__(self, settings: DataSettings, records: Records) -> None:
+    def __init__(self, settings: DataSettings, rule: RecordRule) -> None:
         self.settings = settings
-        self.records = records
+        self.rule = rule
         self.name = str(settings.source)
         self.is_local = Path(self.name).exists()
         streaming = ", streaming" if settings.streaming else ""
@@ -467,14 +467,14 @@ class DatasetSource:
         first_row_of_batch = row - begin.get("skip", 0)
         try:
             for state, table in self._batches(begin.get("state")):
-                read = [name for name in table.schema.names if name in self.records.read_columns]
+                read = [name for name in table.schema.names if name in self.rule.read_columns]
                 # When reading resumes within a batch, the dataset yields the batch from its first
                 # row. `_table_chunks` skips the rows before `next_row`, which were read earlier.
                 for chunk in _table_chunks(
                     [table.select(read)],
                     # All columns, because `_table_chunks` checks that no required one is missing.
                     names or table.schema.names,
-                    self.records,
+                    self.rule,
                     origin=self.name,
                     next_row=row,
                     first_row=first_row_of_batch,
@@ -502,7 +502,7 @@ class DatasetSource:
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
         if data.features:
-            columns = [name for name in data.features if name in self.records.read_columns]
+            columns = [name for name in data.features if name in self.rule.read_columns]
             data = data.select_columns(columns)
         data = data.with_format("arrow")
         if state is not None:
@@ -572,7 +572,7 @@ def _has_array(path: Path) -> bool:
 def _table_chunks(
     tables: Iterable[pa.RecordBatch | pa.Table],
     columns: list[str],
-    records: Records,
+    rule: RecordRule,
     *,
     origin: str,
     next_row: int,
@@ -584,9 +584,9 @@ def _table_chunks(
     `columns` are the names of all columns of the source, and `origin` is the source's name.
     `first_row` is the number of the first table's first row in the source. The offset after a chunk
     (`Chunk.after`) is the number of the next row. Raises InputError if `columns` lack a column that
-    `records` requires.
+    `rule` requires.
     """
-    if message := lacking(records, columns):
+    if message := lacking(rule, columns):
         raise InputError(f"{origin}: {message}")
     end_row = first_row
     for table in tables:

@@ -22,7 +22,7 @@ from typing import Any
 
 from foundation.errors import InputError, as_input_error
 from packing.chunks import Chunk, Tokens, tokenize
-from packing.records import records_of
+from packing.records import record_rule
 from packing.settings import DataSettings
 from packing.tokenizer import load_tokenizer
 
@@ -125,10 +125,10 @@ def serve(connection: Connection) -> None:
     tokenizer = load_tokenizer(str(settings.tokenizer))
     # Remove the post-processor, which would add special tokens and exclude blanks from offsets.
     tokenizer.tokenizer.post_processor = None
-    records = records_of(settings, tokenizer)
+    rule = record_rule(settings, tokenizer)
     while True:
         try:
-            connection.send(tokenize(chunks.get(), tokenizer, records))
+            connection.send(tokenize(chunks.get(), tokenizer, rule))
         except InputError as error:
             connection.send(error)
 

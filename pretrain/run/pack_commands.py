@@ -63,9 +63,9 @@ def tokenizer_command(options: argparse.Namespace) -> None:
     settings = reading_settings(settings, source)
     if settings.messages:
         # The EOS token is empty, because a tokenizer does not learn the name of this token.
-        source.records = chat_columns(settings, PLAIN, (("eos_token", ""),))
+        source.rule = chat_columns(settings, PLAIN, (("eos_token", ""),))
     else:
-        source.records = TextTemplate.parse(settings.text)
+        source.rule = TextTemplate.parse(settings.text)
     say(f"reading {source.description}")
     tokenizer = train_tokenizer(_texts(source, settings), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
@@ -83,7 +83,7 @@ def _texts(source: FileSource | DatasetSource, settings: DataSettings) -> Iterat
     counts = Counts()
     with Progress("learning", "characters") as line:
         for chunk in source.chunks({}):
-            documents, chunk_counts = read_chunk(chunk, source.records)
+            documents, chunk_counts = read_chunk(chunk, source.rule)
             # The document of a chat is a pair: the text of the chat, and the spans of its answers.
             texts = [text if isinstance(text, str) else text[0] for text in documents]
             yield from texts

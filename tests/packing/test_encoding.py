@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from packing import encoding
 from packing.chunks import Chunk, tokenize
 from packing.encoding import encode_in_windows
-from packing.records import UNTRAINED, records_of
+from packing.records import UNTRAINED, record_rule
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer, train_tokenizer
 
@@ -176,7 +176,7 @@ def read(tokenizer: Tokenizer, record: dict[str, str], **more: Any) -> np.ndarra
     short = {name: "x" for name in record}
     lines = f"{json.dumps(short)}\n{json.dumps(record)}\n".encode()
     chunk = Chunk("jsonl", "x.jsonl:", 1, lines, {})
-    result = tokenize(chunk, text_tokenizer, records_of(chosen, text_tokenizer))
+    result = tokenize(chunk, text_tokenizer, record_rule(chosen, text_tokenizer))
     return result.tokens[result.lengths[0] :]
 
 

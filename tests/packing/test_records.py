@@ -28,7 +28,7 @@ from packing.records import (
     PLAIN,
     UNTRAINED,
     ChatColumns,
-    Records,
+    RecordRule,
     TextTemplate,
     TokenColumns,
     chat_columns,
@@ -276,7 +276,7 @@ def test_a_template_gets_arguments_in_the_form_that_it_writes(
         assert name in OBJECTS or result[1] == f"[f] {written}<end>|It is sunny.<end>"
 
 
-def in_lines(record: dict, columns: Records) -> tuple[list, Counts]:
+def in_lines(record: dict, columns: RecordRule) -> tuple[list, Counts]:
     """Return the documents of a record that is read from JSONL."""
     return read_chunk(Chunk("jsonl", "x.jsonl:", 1, json.dumps(record).encode(), {}), columns)
 
@@ -615,7 +615,7 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
         ("parquet", ["1.5 {}\n"], 2),
     ):
         source = open_reader(tmp_path / f"x.{kind}", text="{title} {n}{{}}\n{body}")
-        texts, counts = read_chunk(next(source.chunks({})), source.records)
+        texts, counts = read_chunk(next(source.chunks({})), source.rule)
         assert texts == texts_expected and counts.empty == empty
 
 

@@ -38,7 +38,7 @@ def texts_of(
 ) -> list[str]:
     """Return the texts of a source from the place `begin` on, read in chunks of `size` bytes."""
     reader = open_reader(source, **more)
-    chunks = [read_chunk(chunk, reader.records)[0] for chunk in reader.chunks(begin or {}, size)]
+    chunks = [read_chunk(chunk, reader.rule)[0] for chunk in reader.chunks(begin or {}, size)]
     return [text for documents in chunks for text in documents]
 
 
@@ -97,7 +97,7 @@ def test_every_format_yields_the_same_documents_from_any_place(
     assert texts_of(path) == texts_of(path, 3000) == documents
     source = open_reader(path)
     for chunk in source.chunks({}, size=60_000):
-        before += len(read_chunk(chunk, source.records)[0])
+        before += len(read_chunk(chunk, source.rule)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
 
@@ -117,10 +117,10 @@ def test_every_format_reads_columns_beside_ids_and_names_the_rest(
         import datasets  # slow to import
 
         datasets.Dataset.from_list(rows).save_to_disk(path)
-    records = TokenColumns(("input_ids",), TOKEN_COLUMNS, 600)
+    rule = TokenColumns(("input_ids",), TOKEN_COLUMNS, 600)
     settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
-    for chunk in open_source(settings, records).chunks({}):
-        filled, counts = read_chunk(chunk, records)
+    for chunk in open_source(settings, rule).chunks({}):
+        filled, counts = read_chunk(chunk, rule)
         for documents in filled:
             assert [ids.tolist() for ids in documents] == [[5 | UNTRAINED, 6, 7]]
         assert len(filled) == 3 and counts.unread == ("id",)
@@ -135,7 +135,7 @@ def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
     chunks = list(source.chunks({}, size=20_000))
-    assert [text for c in chunks for text in read_chunk(c, source.records)[0]] == documents
+    assert [text for c in chunks for text in read_chunk(c, source.rule)[0]] == documents
 
 
 # Names of files, their content, settings, and the texts.
@@ -323,7 +323,7 @@ def test_rows_of_csv_are_read_as_they_were_written(
     path.write_bytes(compress(content.getvalue().encode()))
     reader = open_reader(path, text="{text}<|{b}")
     chunks = list(reader.chunks({}, size=size))
-    texts = [read_chunk(chunk, reader.records)[0] for chunk in chunks]
+    texts = [read_chunk(chunk, reader.rule)[0] for chunk in chunks]
     expected = [f"{text}<|{b}" for text, b in rows if text or b]
     assert [text for chunk_texts in texts for text in chunk_texts] == expected
 
