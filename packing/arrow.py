@@ -222,8 +222,9 @@ def _columns(packs: Sequence[Pack]) -> list[np.ndarray]:
     """Return the columns of a record batch as arrays.
 
     The columns are the token ids [packs, length], the document lengths of all packs, the number of
-    documents of each pack, and the position of each pack's first token, which is always 0. Packs
-    with masks also have a column with the bits of the masks [packs, bytes].
+    documents of each pack, and the position of each pack's first token. This position is always 0,
+    and its column only keeps the format and the fingerprints of earlier packs. Packs with masks
+    also have a column with the bits of the masks [packs, bytes].
     """
     ids = np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False)
     lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
@@ -326,6 +327,10 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
+    """Return the records of files from their entries in the manifest.
+
+    `folder` is the folder of the files, relative to the folder of the packs.
+    """
     return [
         FileRecord(os.path.join(folder, file["name"]), file["bytes"], {"sha256": file["sha256"]})
         for file in files

@@ -100,7 +100,8 @@ def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
     # Only the text of a BPE model may also be cut within a word.
     in_word = int(isinstance(tokenizer.model, BPE))
     strength = in_word + 2 * starts_word
-    # The text is not cut between tokens that share a character, such as its bytes.
+    # The text is not cut between tokens that share a character, such as its bytes. `roll` puts the
+    # end of the last token before the first token, so the text is not cut there either.
     previous_ends = np.roll(offsets[:, 1], 1)
     boundary = np.where(previous_ends <= offsets[:, 0], strength, 0)
     return np.rec.fromarrays([encoding.ids, offsets, boundary], dtype=_FIELDS)

@@ -86,6 +86,7 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
     sources = {name: maker.settings for name, maker in makers.items()}
     mixture = StreamedPacks(settings, sources).mixture
     shares = dict(zip(makers, mixture.shares_of_packs(), strict=True))
+    # For each source, the starts of the parts on the disk, and then of the next part to make.
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
     # Source and start of the part in `arranged`. The part is written when it fits on the disk.
     laid_out: tuple[str, PartStart] | None = None
@@ -111,6 +112,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             starts[name].append(PartStart(**manifest["statistics"]["stream"]["after"]))
             yield True
         elif start.first >= position["ends"][name]:
+            # The current step needs no pack of this part. Wait until the run has read other parts,
+            # which are then deleted.
             yield False
         else:
             raise InputError(

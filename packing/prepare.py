@@ -182,9 +182,10 @@ def _has_no_packs(folder: Path) -> InputError:
 
 
 def _check_folder_of_streams(settings: DataSettings) -> None:
-    """Raise InputError if several streams would have a folder with other files than theirs.
+    """Raise InputError if the common folder of several streams has files of another program.
 
-    Before the first part of a source is there, the folder has only the folders of sources.
+    `data.streaming.disk_gb` limits the size of all files in this folder. Once a source has its
+    first part, the folder may have other files: those of the run and its packer.
     """
     if not (settings.stream and settings.sources):
         return

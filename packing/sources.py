@@ -224,7 +224,10 @@ def _have_common_files(one: SourceSettings, other: SourceSettings) -> bool:
 
 
 def _real_files(name: str) -> set[str]:
-    """Return the real paths of a source's files. A dataset has no files but splits."""
+    """Return the real paths of a source's files. The set is empty for a `DatasetDict` on the disk.
+
+    Its splits are compared by their names in `_have_common_files`.
+    """
     is_dataset = os.path.exists(os.path.join(name, "dataset_dict.json"))
     return set() if is_dataset else set(map(os.path.realpath, files_of(name)))
 
@@ -588,6 +591,7 @@ def _table_chunks(
     """
     if message := lacking(rule, columns):
         raise InputError(f"{origin}: {message}")
+    # Number of the row after the tables that were read so far.
     end_row = first_row
     for table in tables:
         unread = table.slice(max(0, next_row - end_row))

@@ -387,6 +387,7 @@ class StreamOrder(Order):
     """Order of packs that are made while the run trains. `packs_at` waits for the packs."""
 
     packs: StreamedPacks
+    # Also for a single source. Otherwise, the order of the packs of existing runs would change.
     is_mixed = True
     _stopped: threading.Event = field(default_factory=threading.Event)
 

@@ -129,9 +129,10 @@ def _from_lengths(lengths: np.ndarray) -> np.ndarray:
 def starts_of_documents(is_eos: np.ndarray, *, begins: bool) -> np.ndarray:
     """Return True for each token that starts a document: [tokens] bool.
 
-    `is_eos` is True for each EOS token. EOS ends a document. With `begins`, it begins a document
-    instead, but the first of two EOS tokens ends one. Then the first EOS token of the array begins
-    a document too, and a single EOS token at its end ends one.
+    `is_eos` is True for each EOS token. By default, EOS ends a document. With `begins`, an EOS
+    token begins a document if the token before it is EOS, or if the token after it is not. So the
+    first of two EOS tokens in a row ends a document, and the second begins the next one. A single
+    EOS token at the end of the array ends a document.
     """
     before = np.append(False, is_eos[:-1])
     if not begins:
