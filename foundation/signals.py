@@ -44,6 +44,7 @@ def end_on_ctrl_c() -> None:
 def raising_on_ctrl_c() -> Iterator[None]:
     """Context manager in which Ctrl-C raises KeyboardInterrupt, if it would end this process.
 
+    Use it around the last statement of a process, because its signal handler is not removed.
     After Ctrl-C, KeyboardInterrupt also replaces every other end of the caller's `with` statement.
     Some packages catch an exception that interrupts their import, and then fail with another one.
     """

@@ -53,6 +53,8 @@ class Report:
         """
         compared_runs = compare(runs)
         base_runs = [compared for compared in compared_runs if compared.is_baseline]
+        # Groups are compared over seeds if the baseline has several seeds and there is another
+        # group. Without another group, a difference between seeds is refused like any other one.
         over_seeds = 1 < len(base_runs) < len(runs)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
         return cls(compared_runs, SeedComparison.over(compared_runs, margin))

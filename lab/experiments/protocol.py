@@ -52,7 +52,7 @@ class Protocol:
 
     @property
     def candidates(self) -> list[str]:
-        """Return the names of the candidates, which are all precisions except the baseline."""
+        """Return the names of the candidates: all names in `seconds` except the baseline."""
         return list(self.seconds)[1:]
 
     @property

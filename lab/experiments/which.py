@@ -196,11 +196,13 @@ def may_differ(key: str, *, served: str | None) -> bool:
 
     served: The precision of the evaluation of all models, or None.
     """
+    # DEFAULT_SETTINGS has this key only to override the recipe.
     if key == "evaluate.merge":
         return True
     if served and key.startswith("fp8_config.keep_bf16"):
-        # All models are quantized alike.
+        # All models are quantized in the same way for their evaluation.
         return False
+    # The keys of `fp8_config` in DEFAULT_SETTINGS must be equal in all runs.
     return key.startswith(KEYS_OF_CANDIDATES) and key not in DEFAULT_SETTINGS
 
 
@@ -288,6 +290,7 @@ def new_protocol(
     trials = trainings.trials(names)
     # Speeds of candidates that the recipe does not allow are not measured.
     protocol = replace(protocol, seconds=dict.fromkeys(map(candidate_of, trials.cells), 0.0))
+    # Check the longest runs, so that most mistakes end the command before the trials.
     check_branches(trainings, with_steps(protocol, allowed[-1]))
     seconds, start = measure(trainings, trials)
     protocol = fit_steps(

@@ -116,6 +116,7 @@ class WhichTrainings:
         base_run = f"{self.folder}/rounds/{protocol.base}-seed={{seed}}"
         branch_from = f"{base_run}/checkpoints/step-{protocol.trunk:08d}"
         schedule = self.recipe.schedule
+        # Let the baseline train for some steps after the warm-up before the candidates branch.
         longest_warmup = max(1, protocol.trunk // 2)
         common: Values = {
             "train.steps": protocol.steps,

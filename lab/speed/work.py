@@ -79,6 +79,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         precision=active.precision.name,
         quantized_head=quantizes and active.settings.scope != "linear",
         bf16_share=bf16_share,
+        # All layers with experts have the same shares. The last layer has experts if any layer has.
         bf16_experts_share=sum(layers[-1].experts_left_out.values()),
         coded_share=sum(layer.keeps_codes for layer in layers) / len(layers),
         attention=plan.attention.name,
