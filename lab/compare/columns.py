@@ -9,7 +9,7 @@ from typing import Any
 
 from foundation.units import UNKNOWN, count, memory, percent, signed, tables
 from lab.compare.comparison import ComparedRun, hardware_speed
-from lab.compare.fairness import distinguishing_keys, option
+from lab.compare.fairness import distinguishing_keys, effective_value
 from pretrain.metrics.run_record import (
     FEWEST_STEPS,
     LOSS_KEY,
@@ -203,7 +203,7 @@ def _setting_column(key: str) -> Column:
     return Column(
         key,
         "a setting that differs between the runs",
-        lambda compared: option(compared.run, key),
+        lambda compared: effective_value(compared.run, key),
         as_text,
         is_text=True,
     )

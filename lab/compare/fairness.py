@@ -174,12 +174,12 @@ def _distinguishes(key: str, runs: Sequence[RunRecord]) -> bool:
     values: dict[str | None, set[str]] = defaultdict(set)
     for run in runs:
         precision = run.precision if is_option else None
-        values[precision].add(str(option(run, key)))
+        values[precision].add(str(effective_value(run, key)))
     return any(len(of_precision) > 1 for of_precision in values.values())
 
 
-def option(run: RunRecord, key: str) -> Any:
-    """Return the value of the setting `key` in a run.
+def effective_value(run: RunRecord, key: str) -> Any:
+    """Return the value of the setting `key` in a run, or None if the run does not have the key.
 
     Return None for a key of `fp8_config` if the run is not quantized, because the key has no effect
     on such a run.
@@ -203,7 +203,7 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
             "their steps are trained on different data: one run has continued from a checkpoint "
             "whose steps were trained with a different value of `batch.tokens`"
         )
-    if len(steps) and _skipped_packs(first, steps[0]) != _skipped_packs(second, steps[0]):
+    if len(steps) and _discarded_steps(first, steps[0]) != _discarded_steps(second, steps[0]):
         return "their steps are trained on different data: a rollback of one run has skipped packs"
     if not len(loss_differences(first, second)[0]):
         return "they have no step with a finite loss in common"
@@ -223,7 +223,7 @@ def _common_steps(
     return steps, first_values[in_first], second_values[in_second]
 
 
-def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
+def _discarded_steps(run: RunRecord, first_step: int) -> dict[int, int]:
     """Count the steps that the rollbacks of a run have discarded.
 
     Return a dict. Its keys are `first_step` and the step of each later rollback. Its values are the

@@ -44,7 +44,7 @@ def write_report(matrix: Matrix) -> str:
         return f"There is no report, because the baseline {baseline.name} is not finished."
     records = [cell.record() for cell in matrix.cells if cell != baseline]
     ended = [run for run in records if run and run.has_ended]
-    runs = [base, *sorted(ended, key=_place)]
+    runs = [base, *sorted(ended, key=_sort_key)]
     included = {run.path for run in runs}
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too. If a cell sets fewer steps than the
@@ -68,8 +68,13 @@ def write_report(matrix: Matrix) -> str:
     return "\n\n".join(parts)
 
 
-def _place(run: RunRecord) -> list[float]:
-    """Return the sort key of a run. Runs without a held-out loss are the last ones."""
+def _sort_key(run: RunRecord) -> list[float]:
+    """Return the key by which the report sorts runs.
+
+    Finished runs precede halted runs. Runs are then sorted by their held-out loss, and by their
+    training loss if there is no held-out loss, or if two of them are equal. An unknown loss is
+    treated as infinite.
+    """
     losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
     return [not run.is_finished, *losses]
 
