@@ -86,9 +86,10 @@ def packing() -> Figure:
         for place in range(length):
             is_last = place == length - 1 and letter != "c"
             tokens.append((letter, place, color, "end" if is_last else f"{letter}{place + 1}"))
-    # A label is the next token. No token has the first token of another document as its label.
+    # A label is the next token. No token has the first token of another document as its label. The
+    # last token of a pack has no label, because the next token is in another pack.
     names = [name for *_, name in tokens]
-    labels = [following[3] if following[1] else "–" for following in tokens[1:]] + ["c5"]
+    labels = [following[3] if following[1] else "–" for following in tokens[1:]] + ["–"]
     lines = (
         ("tokens", names),
         ("positions", [str(place) for _, place, *_ in tokens]),
