@@ -35,8 +35,9 @@ from lab.compare.differences import (
 
 SPEEDS = LOSSES.parent / "speed"
 PERCENT = 100 * MARGIN
-# Trainers of the picture of speeds: a label, the name in the files, and the file of each precision.
+# File of most measurements. The other GPUs of the host were idle.
 IDLE = "h200_peers_30_november"
+# Trainers of the picture of speeds: a label, the name in the files, and the file of each precision.
 TRAINERS = (
     ("this launcher,\nFlashAttention-4", "ours", ("h200_peers_fa4",) * 3),
     ("this launcher,\ncuDNN attention", "ours", (IDLE,) * 3),
@@ -266,7 +267,10 @@ def evidence() -> Figure:
 
 
 def draw_cost(panel: Axes, place: float, cost: Cost) -> None:
-    """Draw the mean and both intervals, or write the cost if they leave the axes."""
+    """Draw the mean and both intervals at the height `place`.
+
+    Write the cost as a text if it leaves the axis.
+    """
     color, is_filled = VERDICTS[cost.verdict]
     if cost.mean + cost.half_width > HIGHEST:
         panel.annotate(

@@ -252,7 +252,9 @@ def rows_of_which(study: Study) -> Iterator[Row]:
     content = content[part] if part else content
     answered = content.get("verdict", content)
     error = Protocol(**answered["protocol"]).error
-    options = commands.read("which", shlex.split(content["command"].partition(" (")[0])[4:])
+    # The command begins with `python -m pretrain which`. A remark in parentheses may follow it.
+    command = shlex.split(content["command"].partition(" (")[0])
+    options = commands.read("which", command[4:])
     recipe = load_recipe(DOCS.parent / (study.recipe or options.recipe), options.overrides)
     parameters = ModelFlops.of(build_on_meta(load_config(recipe.model))).parameters
     differences = pooled_differences(study) if study.more_seeds else {}
@@ -276,7 +278,10 @@ def rows_of_which(study: Study) -> Iterator[Row]:
 
 
 def pooled_differences(study: Study) -> dict[str, list[LossDifference]]:
-    """Return the differences in held-out and training loss of the rounds in both files."""
+    """Map each precision to its differences in held-out and in training loss.
+
+    They have the rounds of `study.file` and of `study.more_seeds`.
+    """
     rounds = {}
     for name in (study.more_seeds, study.file):
         content = json.loads((LOSSES / name).read_text("utf-8"))
@@ -309,7 +314,10 @@ def sequential_cost(difference: LossDifference, error: float) -> Cost:
 
 
 def cost_of(difference: LossDifference, half: float, narrow: float, *, is_tested: bool) -> Cost:
-    """Return a difference in percent of BF16's loss, with its verdict."""
+    """Return a difference in percent of BF16's loss, with its verdict.
+
+    `half` and `narrow` are the half-widths of the wider and the narrower interval, in nats.
+    """
     percent = 100 / difference.baseline
     tolerance = MARGIN * difference.baseline
     verdict = verdict_from(difference.mean, half, narrow, tolerance) if is_tested else ESTIMATE
@@ -317,14 +325,17 @@ def cost_of(difference: LossDifference, half: float, narrow: float, *, is_tested
 
 
 def t_half_width(difference: LossDifference, error: float) -> float:
-    """Return the half-width of Student's t interval, which misses the mean with `error`."""
+    """Return the half-width of Student's t interval, whose error probability is `error`."""
     seeds = len(difference.by_seed)
     return t_quantile(seeds - 1, error) * math.sqrt(difference.variance / seeds)
 
 
 @cache
 def t_quantile(freedom: int, error: float) -> float:
-    """Return the value that |t| with `freedom` degrees of freedom exceeds with `error`."""
+    """Return the value that |t| exceeds with probability `error`.
+
+    t has Student's distribution with `freedom` degrees of freedom, which is integrated numerically.
+    """
     values = np.linspace(0, 1000, 2_000_001)
     density = (1 + values**2 / freedom) ** (-(freedom + 1) / 2)
     areas = np.cumsum(density)

@@ -53,6 +53,7 @@ class RecipeSchema(GenerateJsonSchema):
 
     def literal_schema(self, schema: Any) -> Schema:
         values = super().literal_schema(schema)
+        # YAML reads `on` and `off` as true and false.
         if "on" in schema["expected"]:
             return {"anyOf": [values, {"type": "boolean"}]}
         return values
@@ -66,6 +67,7 @@ class RecipeSchema(GenerateJsonSchema):
         for value in [section, *section["properties"].values()]:
             if "description" in value:
                 value["description"] = one_line(value["description"])
+            # The schema of a section has the defaults of its keys.
             if isinstance(value.get("default"), dict):
                 del value["default"]
         return section

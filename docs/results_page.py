@@ -102,14 +102,23 @@ def several_gpus() -> str:
 
 
 def speed_alone(run: dict[str, Any], file: str) -> float:
-    """Return the sum of the speeds of the GPUs alone, or a number of times the speed of one."""
+    """Return the sum of the speeds of single GPUs, in tokens/s.
+
+    If only one GPU was measured, return its speed times the number of GPUs in the name of the file.
+
+    run: the run on one GPU, or on each of the GPUs alone.
+    file: name of the result file, such as "h200_x4_scaling" for four GPUs.
+    """
     gpus = int(file.partition("_x")[2][0])
     speeds = run.get("tokens_per_second_of_gpus", [run["tokens_per_second"]] * gpus)
     return float(sum(speeds))
 
 
 def lost_time() -> str:
-    """Return the table of milliseconds that a step of four GPUs loses, for distributed.md."""
+    """Return the table of milliseconds that a step of four GPUs loses by each cause.
+
+    docs/developers/distributed.md has this table, and `step_traces.lost` defines the causes.
+    """
     runs = read_speeds("h200_x4_scaling")["runs"]
     one = runs[f"one{MICRO}"]
     rows = []

@@ -125,6 +125,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
         schema = schemas[name]
         is_list = "items" in json.dumps(schema)
         sections = sections_in(field.annotation)
+        # Keys that the section inherits from a base class of `cls`, such as SourceSettings.
         shared_keys = {
             shared
             for section in sections
@@ -173,7 +174,7 @@ def table(content: list[Row]) -> str:
 
 
 def shows_type(kind: str, default: str, meaning: str) -> bool:
-    """Return whether a reader knows the type of a key from its default and its meaning."""
+    """Return True if a reader knows the type of a key from its default and its meaning."""
     if default == "`[]`":
         return False
     named = set(re.findall(r"[\w+-]+", f"{default} {meaning}"))

@@ -125,6 +125,7 @@ def served_in() -> str:
     losses = {
         (line["trained"], line["seed"], line["served"]): line["loss"]
         for line in read_lines("h100_served_14m")[1:]
+        # The weights of the last step. Other lines have means of several checkpoints.
         if line["merged"] == [line["steps"]]
     }
     rows = []
@@ -186,7 +187,10 @@ def cost_of_served(lines: Lines, served: str, cell: str) -> str:
 
 
 def misses() -> str:
-    """Return the table of series of seeds whose interval misses the mean."""
+    """Return the table of the share of simulated series of seeds that miss the mean.
+
+    A series has an interval after each seed. It misses if one of its intervals misses.
+    """
     content = json.loads((LOSSES / "which_miss_rates.json").read_text(encoding="utf-8"))
     rates = content["intervals"]["the product's"]["error 0.05"]["misses"]
     rows = [[name, f"{share:.0%}".replace("%", " %")] for name, share in rates.items()]
@@ -194,7 +198,10 @@ def misses() -> str:
 
 
 def extra_tokens() -> str:
-    """Return the table of the estimated extra tokens, divided by the true number."""
+    """Return the table of estimated extra tokens, divided by the true number.
+
+    Extra tokens are those by which a candidate of `which` reaches the baseline's loss.
+    """
     tokens = json.loads((LOSSES / "which_estimates.json").read_text(encoding="utf-8"))["tokens"]
     rows = [
         [f"`wsd`, decay of 20 %, {steps} steps", span(tokens["by_steps"][steps].values())]
