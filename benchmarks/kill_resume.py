@@ -54,7 +54,7 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 from pretrain.run.stored_run import StoredRun
 
-RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
+RESULTS = ROOT / "benchmarks" / "results" / "resume" / "kill_resume.json"
 LENGTH = 64
 VOCABULARY = 97
 PACKS_PER_STEP = 16

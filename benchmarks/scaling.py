@@ -494,7 +494,7 @@ def parse_arguments() -> argparse.Namespace:
         "--topologies", nargs="+", choices=TOPOLOGIES, help="default: all that suit the model"
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, help="steps of a run; default: 16, with gpt2 28")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: 16, with gpt2 60")
     parser.add_argument("--timeout", type=float, default=420, help="maximum seconds of a run")
     parser.add_argument(
         "--traces",
