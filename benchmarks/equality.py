@@ -40,7 +40,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "resume" / "equality_cpu.json"
 FIGURES = ("loss", "gradient_norm")
 # First argument that makes this module a launcher that reverses the order of microbatches.
 BACKWARDS = "--launch-backwards"
-ORDER = "1, microbatches backwards"
+# Name of the run in one process whose microbatches are in reverse order.
+REVERSED_RUN = "1, microbatches backwards"
 # Overrides of kill_resume's recipe. Eight microbatches per step can be divided evenly between one,
 # two, four and eight processes.
 OVERRIDES = (
@@ -147,7 +148,8 @@ def relative_differences(
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return, by case, the curves of all runs and their differences from the run in one process."""
-    runs = {"1": (1, False), ORDER: (1, True)}
+    # Map the name of each run to its number of processes, and to True for the reverse order.
+    runs = {"1": (1, False), REVERSED_RUN: (1, True)}
     runs |= {str(number): (number, False) for number in arguments.processes}
     packs = folder / "packs"
     results = {}
@@ -190,8 +192,8 @@ def launch_backwards() -> int:
 
     step = BatchStream.step
 
-    def reversed_step(self: BatchStream, number: int) -> StepBatches:
-        batches = step(self, number)
+    def reversed_step(self: BatchStream, place: int) -> StepBatches:
+        batches = step(self, place)
         return replace(batches, microbatches=batches.microbatches[::-1])
 
     BatchStream.step = reversed_step

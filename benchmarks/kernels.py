@@ -56,7 +56,8 @@ PACK = 4096
 # Map the mean length of documents in packs of PACK tokens to the `log_mean` of their lengths. With
 # None, each pack is one document.
 LOG_MEANS = {180: 4.7, 500: 5.83, 1000: 6.73, PACK: None}
-# Precisions of which the scale of a tensor is known before or after its values are computed.
+# Precisions with one scale for a tensor. In "delayed", the scale is known before the values of the
+# tensor are computed, and in "current" afterwards.
 TENSOR_SCALED = ("delayed", "current")
 
 

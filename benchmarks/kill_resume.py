@@ -360,7 +360,18 @@ def prove(
     environment: Mapping[str, str],
     address: str,
 ) -> dict[str, Any]:
-    """Train a model without and with kills. Return the kills and how the two runs differ."""
+    """Train a model without and with kills. Return the kills and how the two runs differ.
+
+    Args:
+        name: Name of the model, a key of MODELS.
+        folder: Folder for the recipe, the logs and the runs.
+        packs: Folder of the packs.
+        kills: Number of kills.
+        processes: Number of ranks. If there are several, one of them is killed each time.
+        rng: Draws the phases, the moments and the ranks.
+        environment: Environment variables of the launcher.
+        address: Bucket for the killed run, or "" for a run on the disk.
+    """
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
     uninterrupted = folder / f"{name}-uninterrupted"

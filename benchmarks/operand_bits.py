@@ -93,6 +93,7 @@ def compare_operand(
     quantizer.set_usage(rowwise=True, columnwise=True)
     x = values(seed=slot + len(direction))
     scale = None
+    # Delayed scaling takes its scale from the history. Any scale is good for this comparison.
     if active.precision.keeps_history:
         quantizer.scale.fill_(37.0)
         scale = torch.tensor(37.0, device=DEVICE)
@@ -107,6 +108,7 @@ def compare_operand(
     if plain_data is None:
         return None
     transform = active.precision.transform(role)
+    # Operands are transformed only before they are quantized along their rows.
     transformed = along == "rows" and transform is not None
     share = TRANSFORMED if transformed else 0.0
     quantized = active.precision.quantizer(role, along)(x, scale, None)

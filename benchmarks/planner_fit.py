@@ -42,11 +42,11 @@ from pretrain.precision.formats.definition import StepCosts
 TRAINERS = ("llmq", "Megatron Bridge", "NeMo")
 # Share of the layers that stay in BF16 in published steps in NVFP4: 4 of 32.
 KEPT_IN_NVFP4 = 0.125
-# Shares that are fitted together to steps of this trainer, by their first precision.
+# The fitted shares. Each is named after a precision, and is the share of all listed precisions.
 FITTED = {"bf16": ("bf16",), "delayed": ("delayed", "current"), "block": ("block",)}
 BY_NAME = {card.name: card for card in CARDS}
-# Forward GEMMs that another trainer recomputes (those of queries, keys and values, and those of
-# gate and up), and shares of the time of passes and of attention.
+# Recomputation of other trainers: 1 if the forward GEMM of queries, keys and values is recomputed,
+# 1 if that of gate and up is, and the recomputed shares of the time of passes and of attention.
 OF_OTHERS = {
     "none": (0, 0, 0.0, 0.0),
     "swiglu": (0, 0, 0.2, 0.0),
@@ -125,6 +125,7 @@ def _of_others(row: Row) -> Work:
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * qkv
     width += 2 * shape.feed_forward * gate_up
     in_layers = row.work.flops.attention_weights + row.work.flops.mlp_weights
+    # The share is relative to three GEMMs of each weight: one in forward, and two in backward.
     gemms = shape.layers * shape.hidden * width / (3 * in_layers)
     # Bytes that a GPU copies for each parameter of the model. The optimizer is sharded.
     offloaded = 0.0 if values["offload"] == "none" else float(values["offload"])
@@ -241,7 +242,8 @@ def all_factors(shares: Shares) -> dict[str, float]:
 
     The factor of a published card is relative to the H100 of the same trainer. MLPerf has no steps
     on an H100, so the factor of a B300 is relative to a B200. The A100s of llm-foundry, whose
-    layers are not fused, need no H100, because the formula predicts them.
+    layers are not fused, need no H100, because the formula predicts them. Cards without any steps
+    have the factor of a similar card, as pretrain/metrics/cards.yaml explains.
     """
     factors = {"H100": 1.0, "H200": 1.0}
     for trainer in TRAINERS:

@@ -193,6 +193,7 @@ def export_quantized(name: str, folder: Path, tokenizer: Any) -> PreTrainedModel
         {
             "name": key,
             "module": "LowPrecisionLinear",
+            # Blocks of 128 x 128 do not fit all linears of "block-64".
             "products": "layers" in key and not ("block" in name and linear.out_features % 128),
         }
         for key, linear in linears.items()
@@ -208,6 +209,7 @@ def export_quantized(name: str, folder: Path, tokenizer: Any) -> PreTrainedModel
     precision = configured(precision_name, settings)
     assert isinstance(precision, QuantizedPrecision)
     quantize = precision.quantizer("weight", "features")
+    # Values of the linears that are quantized in the export. All others are stored in BF16.
     values = {
         key: quantize(linear.weight.data, None, None).dequantize()
         for key, linear in linears.items()
@@ -307,12 +309,12 @@ def main() -> int:
                     row["equal texts"] = f"{sum(equal)} of {len(equal)}"
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    # Keep the rows of earlier commands that this command has not read.
-    known = {(row["reader"], row["export"]) for row in rows}
+    # Keep the rows of earlier commands, except those that this command has measured again.
+    measured = {(row["reader"], row["export"]) for row in rows}
     if arguments.out.exists():
         earlier = json.loads(arguments.out.read_text())
         facts["earlier commands"] = [earlier["command"], *earlier.get("earlier commands", [])]
-        old = [row for row in earlier["rows"] if (row["reader"], row["export"]) not in known]
+        old = [row for row in earlier["rows"] if (row["reader"], row["export"]) not in measured]
         rows = old + rows
     write_json(arguments.out, facts | {"rows": rows})
     if arguments.out == RESULTS:

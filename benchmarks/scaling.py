@@ -172,8 +172,8 @@ class Scaling:
                 print(f"hsdp: skipped, because {self.gpus} replicas of one GPU are DDP")
                 continue
             launch = self.launch_topology(topology)
-            gpus = self.gpus if topology == "one" else 1
-            self.measure(topology, launch, settings, traced=self.traced, alone=gpus)
+            alone = self.gpus if topology == "one" else 1
+            self.measure(topology, launch, settings, traced=self.traced, alone=alone)
             self.explain(topology)
 
     def launch_topology(self, topology: str) -> list[str]:
@@ -319,8 +319,8 @@ class Scaling:
     ) -> None:
         """Train a run from scratch, and record its figures. Keep its traces if it is `traced`.
 
-        With `alone`, repeat the run at the same time on this number of GPUs. The figures are those
-        of the first GPU, with the speeds of all of them.
+        `alone` is the number of GPUs that train the run at the same time, each by itself. The
+        figures are those of the first GPU, with the speeds of all of them.
         """
         folders = [self.folder / f"{run}_{gpu}" for gpu in range(alone)]
 
@@ -345,9 +345,13 @@ class Scaling:
         self.record(run, trained)
 
     def record(self, run: str, measured: Callable[[], dict[str, Any]]) -> None:
-        """Call `measured` and add its result to the file, unless the file already has a result."""
+        """Call `measured` and add its result, or its error, to the file.
+
+        Do nothing if the file already has a result of this run. A run with an error is repeated.
+        """
         name = self.name_of(run)
-        if "error" not in self.result["runs"].get(name, {"error": "not measured yet"}):
+        earlier = self.result["runs"].get(name)
+        if earlier and "error" not in earlier:
             return
         print(f"{name} ...", flush=True)
         try:
@@ -415,6 +419,7 @@ def share_of(result: Mapping[str, Any], name: str) -> str:
         return UNKNOWN
     run = result["runs"][name]
     speeds = one.get("tokens_per_second_of_gpus", [one["tokens_per_second"]])
+    # The run on one GPU has the speed of the first GPU.
     if run is one:
         speeds = speeds[:1]
     return percent(run["tokens_per_second"] / sum(speeds))

@@ -77,6 +77,7 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA
 STEP_LINE = re.compile(r"step +(\d+)/")
 # Times of a start. The result has the median of each of these times.
 TIMES = ("first_step", "full_speed", "last_line", "end", "after_last_line")
+# Number of characters of a failed training's output in the error message.
 LAST_OUTPUT = 3000
 
 

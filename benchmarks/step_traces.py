@@ -144,7 +144,7 @@ def exclusive(intervals: Mapping[str, Iterable[Interval]]) -> dict[str, float]:
 
 
 def overlaps(interval: Interval, merged: Sequence[Interval]) -> bool:
-    """Return whether `interval` overlaps one of the intervals in the result of `union`."""
+    """Return True if `interval` overlaps one of the intervals in the result of `union`."""
     # The last interval that starts before the end of `interval` also has the latest end.
     place = bisect_left(merged, interval[1], key=lambda other: other[0])
     return place > 0 and merged[place - 1][1] > interval[0]

@@ -99,7 +99,8 @@ class Bench:
 
     The file `out` always has the results so far. With `go_on`, it also keeps the results that it
     had before. With `brief`, ways share compiled kernels, this project's ways start without
-    `accelerate launch`, and limits are not measured.
+    `accelerate launch`, and limits are not measured. Ways train on `gpu`, a value of
+    CUDA_VISIBLE_DEVICES, or on the first visible GPU.
     """
 
     def __init__(

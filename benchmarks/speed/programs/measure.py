@@ -145,8 +145,13 @@ def table(result: dict[str, Any]) -> str:
     failed = []
     for name, row in result["rows"].items():
         program, precision, option = re.fullmatch(r"(.*) (BF16|FP8)(.*)", name).groups()
-        column = COLUMNS.index(precision + option) if precision + option in COLUMNS else 0
-        label = program if precision + option in COLUMNS else f"{program}{option}"
+        if precision + option in COLUMNS:
+            label = program
+            column = COLUMNS.index(precision + option)
+        else:
+            # A trainer with an option that has no column, in BF16, has a row of its own.
+            label = f"{program}{option}"
+            column = 0
         cells = rows.setdefault(label, [*["–"] * len(COLUMNS), row["differs"]])
         if "tokens_per_second" in row:
             cells[column] = f"{row['tokens_per_second']:,}"
