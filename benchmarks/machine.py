@@ -112,11 +112,18 @@ def run_to_its_end(
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        # Kill the training processes too. They would survive a killed launcher and occupy the
-        # device.
-        for running in [*psutil.Process(process.pid).children(recursive=True), process]:
-            running.kill()
+        kill(process.pid)
         return "timeout", process.communicate()[0]
+
+
+def kill(launcher: int) -> None:
+    """Kill a launcher and its training processes, by the id of the launcher.
+
+    The training processes would survive a killed launcher and occupy the device.
+    """
+    process = psutil.Process(launcher)
+    for running in [*process.children(recursive=True), process]:
+        running.kill()
 
 
 def start(

@@ -40,7 +40,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from benchmarks.machine import (
@@ -48,6 +47,7 @@ from benchmarks.machine import (
     ROOT,
     device_and_torch,
     environment_from_elsewhere,
+    kill,
     measured_on,
 )
 from benchmarks.speed import generated_packs
@@ -261,13 +261,6 @@ def timed_lines(
         *((line, at) for line, at in lines if line.strip()),
         (str(status), time.monotonic() - began),
     ]
-
-
-def kill(launcher: int) -> None:
-    """Kill a launcher and its processes, which would survive a killed launcher."""
-    process = psutil.Process(launcher)
-    for running in [*process.children(recursive=True), process]:
-        running.kill()
 
 
 def table(result: dict[str, Any]) -> str:
