@@ -85,7 +85,7 @@ class Task:
             return torch.autocast("cuda", torch.bfloat16)
         return nullcontext()
 
-    def batches(self, microbatch: int, rank: int = 0, world_size: int = 1) -> BatchStream:
+    def batches(self, microbatch: int) -> BatchStream:
         """Return the batches of the launcher, with `microbatch` packs at a time."""
         data = self.recipe.data
         packs = open_packs(data, "train")
@@ -94,8 +94,8 @@ class Task:
             order_of(packs, self.recipe.seed),
             self.recipe.batch.tokens // data.length,
             microbatch=microbatch,
-            rank=rank,
-            world_size=world_size,
+            rank=0,
+            world_size=1,
             mask_boundaries=data.mask_boundaries,
             pin_memory=self.device.type == "cuda",
             vocab_size=self.config.vocab_size,
