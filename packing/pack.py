@@ -157,6 +157,8 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray) -> La
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return the pack index of each piece, and the number of packs.
 
+    `sizes` are the numbers of tokens of the pieces, and a pack has `capacity` tokens.
+
     Each piece is placed in the fullest pack with enough room, from the largest piece to the
     smallest. The function places pieces of equal size together. This has the same result, because
     the fullest pack stays the fullest one until it has no room for another piece of this size.

@@ -107,6 +107,7 @@ class PackMaker(ExitStack):
     def write(self, start: PartStart, arranged: Arranged, epoch: int = 0) -> dict[str, Any]:
         """Write the packs of a part, whose documents are from `epoch`, and return their manifest.
 
+        `start` is the start of the part. Packs of a source that is not a stream are the first part.
         A part after the first one has neither held-out packs nor a tokenizer.
         """
         statistics = arranged.statistics()

@@ -371,9 +371,10 @@ class ChatColumns(RecordRule):
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return True if the template writes the content of message `number` of a chat.
 
-        `text` is the text of the complete chat. If the words of a message are not in the text, the
-        template has changed or dropped them. So test whether the text changes with the content. A
-        tool's result, such as a number, may also be elsewhere in the chat, so it is not searched.
+        `text` is the text of the complete chat with its `tools`. If the words of a message are not
+        in the text, the template has changed or dropped them. So test whether the text changes with
+        the content. A tool's result, such as a number, may also be elsewhere in the chat, so it is
+        not searched.
         """
         role = chat[number]["role"]
         content = _content_of(chat[number])
@@ -436,6 +437,7 @@ class ChatColumns(RecordRule):
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and the spans that the template marks.
 
+        `chat` has the messages, and `tools` the functions that the model may call (`_tools`).
         `more` has further arguments of the renderer. Raises ValueError if the template rejects the
         chat, and InputError if the template is not valid Jinja.
         """

@@ -369,7 +369,7 @@ class DataSettings(SourceSettings):
         )
 
     @model_validator(mode="after")
-    def _sources_are_whole(self) -> DataSettings:
+    def _reject_contradictions(self) -> DataSettings:
         if self.source is not None and self.sources is not None:
             raise ValueError(
                 "`source` and `sources` are both set; either set `source` to one source, or set "

@@ -290,8 +290,11 @@ class FileSource:
         """Yield chunks of about `size` bytes.
 
         `Chunk.after` is the offset at which reading resumes after a chunk. `begin` is such an
-        offset, or {} for the beginning of the source. A text file is one chunk. The chunk has only
-        the path, because a worker reads the file.
+        offset, or {} for the beginning of the source. An offset has the number of a file (`file`).
+        Within a file, it has the next byte and the number of its line (`at`, `line`), the next row
+        of a table (`at`), or the next record of a JSON array (`record`).
+
+        A text file is one chunk. The chunk has only the path, because a worker reads the file.
         """
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):

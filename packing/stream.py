@@ -255,6 +255,10 @@ class SourceStream:
         return part
 
     def _open(self, start: PartStart, wait: Callable[[], None]) -> Part:
+        """Open the part that starts at `start`. `wait` is called until it is on the disk.
+
+        Raises InputError if the part was made again from other data than before.
+        """
         while (part := read_part(self.folder, start)) is None:
             wait()
         state = _state_at(part)

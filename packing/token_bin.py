@@ -133,6 +133,8 @@ class TokenBin(Packs):
 def _map(path: Path, dtype: str, offset: int = 0, count: int = -1) -> np.ndarray:
     """Return numbers in a file as a memory-mapped array. Raise ValueError if the file is too short.
 
+    The array has `count` numbers from the byte `offset` on. -1 stands for all numbers.
+
     Arrow's memory map does not keep the file open. A corpus may have more files than a process may
     open.
     """
