@@ -113,16 +113,15 @@ def introduction(cls: type[BaseModel]) -> str:
     return "\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs)
 
 
-def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
+def rows(cls: type[BaseModel]) -> Iterator[Row]:
     """Yield the rows of all fields of `cls` and of its sections.
 
     A section that is a source, as `data` is, has a row of its own. Only the keys that `data` does
     not have are listed below it.
     """
     schemas = cls.model_json_schema()["properties"]
-    for name, field in cls.model_fields.items():
-        key = f"{prefix}{name}"
-        schema = schemas[name]
+    for key, field in cls.model_fields.items():
+        schema = schemas[key]
         is_list = "items" in json.dumps(schema)
         sections = sections_in(field.annotation)
         # Keys that the section inherits from a base class of `cls`, such as SourceSettings.
@@ -140,7 +139,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
             default = "required"
             if not field.is_required():
                 default = in_yaml(field.get_default(call_default_factory=True))
-            options = option_defaults(name) if cls is LowPrecisionSettings else ""
+            options = option_defaults(key) if cls is LowPrecisionSettings else ""
             yield key, kind or "section", options or default, one_line(field.description)
         for section in sections:
             for inner, inner_kind, default, meaning in rows(section):
