@@ -51,7 +51,10 @@ def model_of(**sizes: int) -> tuple[PreTrainedModel, ModelFlops]:
 
 
 def prediction(card: Card, precision: str, **sizes: int) -> Prediction | None:
-    """Return the prediction for the model of RECIPE on a card, or None if it does not fit."""
+    """Return the prediction for the model of RECIPE on a card, or None if it does not fit.
+
+    `sizes` replace sizes of the model (`model_of`).
+    """
     settings = [f"precision={precision}", "weights=bf16_exact", "batch.microbatch=auto"]
     recipe: Recipe = load_recipe(RECIPE, settings)
     model, flops = model_of(**sizes)

@@ -109,7 +109,10 @@ def runs_of(lines: Lines, size: str, optimizer: str, precision: str) -> Lines:
 def costs_in_percent(
     lines: Lines, size: str, optimizer: str, precision: str, key: str
 ) -> list[float]:
-    """Return the loss of each seed above that of the BF16 run of its session, in percent."""
+    """Return the loss of each seed above that of the BF16 run of its session, in percent.
+
+    `key` is the key of the loss, one of MUON_LOSSES.
+    """
     base = {
         (run["session"], run["seed"]): run[key] for run in runs_of(lines, size, optimizer, "bf16")
     }
