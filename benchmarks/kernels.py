@@ -118,7 +118,8 @@ class Inputs:
     def codes(self, width: int, fp8: torch.dtype, precision: str, kept: str) -> TensorScaled:
         """Return buffers for the FP8 codes of activations [tokens, width].
 
-        `kept` has the words "rows", for codes by rows, and "columns", for transposed codes.
+        `fp8` is the dtype of the codes, and `precision` is "delayed" or "current". `kept` has the
+        words "rows", for codes by rows, and "columns", for transposed codes.
         """
         shapes = {"rows": (self.tokens, width), "columns": (width, self.tokens)}
         buffers = {
@@ -298,7 +299,7 @@ FAMILIES = (norms, rotations, activations, casts, losses, updates, attentions)
 def quantizers(fp8: torch.dtype) -> dict[str, Any]:
     """Return Transformer Engine's quantizers of inputs or gradients, by precision.
 
-    They write codes by rows and transposed.
+    They write codes by rows and transposed. `fp8` is E4M3 for inputs, or E5M2 for gradients.
     """
     te = transformer_engine.library()
     dtype = te.DType.kFloat8E4M3 if fp8 == E4M3 else te.DType.kFloat8E5M2
@@ -318,7 +319,7 @@ def quantizers(fp8: torch.dtype) -> dict[str, Any]:
 
 
 def document_sizes(tokens: int, log_mean: float | None) -> np.ndarray:
-    """Return the lengths of the documents in packs, int64."""
+    """Return the lengths of the documents in packs, int64. LOG_MEANS describes `log_mean`."""
     draw = np.random.default_rng(SEED)
     packs = tokens // PACK
     if log_mean is None:

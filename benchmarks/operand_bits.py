@@ -86,6 +86,11 @@ def compare_operand(
 
     `values_differ` is the number of values whose code or scale differs from ours. `bytes_differ` is
     the number of bytes of codes that differ between the two orders of scales.
+
+    te: the module of the library.
+    linear: a linear of the library, which has the quantizers.
+    role: the operand.
+    along: the axis along which its GEMM sums.
     """
     direction, slot = PLACES[role]
     direction = TE_DIRECTIONS[direction]
@@ -127,7 +132,11 @@ def compare_operand(
 
 
 def differing(codes: Tensor, scales: Tensor, ours: Quantized, transformed: bool) -> Tensor:
-    """Return a mask of the values whose code or scale differs from our quantizer's."""
+    """Return a mask of the values whose code or scale differs from our quantizer's.
+
+    `codes` and `scales` are the results of `read`. `transformed` is True after a Hadamard
+    transform.
+    """
     our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
     if transformed:
         # The library sums the transform in another order, so a tensor's scale may differ by an

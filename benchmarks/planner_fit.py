@@ -80,6 +80,7 @@ STUDY = ("trainer", "model", "card", "gpus", "tokens_per_step", "file")
 # A robust loss: errors above this value count less than their square.
 ROBUST = 0.05
 
+# Map precisions to the shares of the dense peak that their GEMMs sustain.
 Shares = Mapping[str, float]
 
 

@@ -192,6 +192,7 @@ class Scaling:
         self.record("launchers", self._launchers)
 
     def _launchers(self) -> dict[str, Any]:
+        """Train with two launchers, and return the figures of the run."""
         run_dir = self.folder / "launchers"
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -226,6 +227,10 @@ class Scaling:
         self.record("kill", lambda: self._kill(launch, settings))
 
     def _kill(self, launch: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+        """Kill a rank after the checkpoint, resume the run twice, and return the figures.
+
+        `launch` is the beginning of the command, and `settings` its end.
+        """
         run_dir = self.folder / "killed"
         log = self.folder / "killed.log"
         launcher = start([*launch, *settings, f"run_dir={run_dir}"], log)

@@ -211,7 +211,8 @@ def plain_product(
 ) -> Callable[[], object]:
     """Return a call of torch.mm with operands in the memory layout of training.
 
-    Weights are [out, in] and activations are [tokens, features].
+    The product [m, k] x [k, n] has the name `gemm` in `Product.sizes`. Weights are [out, in] and
+    activations are [tokens, features].
     """
     dtype = FP32 if precision == "fp32" else BF16
     if gemm == "wgrad":
@@ -230,9 +231,10 @@ def fp8_product(
 ) -> Callable[[], object]:
     """Return a call of torch._scaled_mm with one scale per tensor and output in BF16.
 
-    Forward operands are in E4M3 and gradients in E5M2, with fast accumulation. FP8 tensor cores
-    before Blackwell need both operands with the summed dimension innermost. The time of the
-    transposes that a training needs for this layout is not measured.
+    The arguments are those of `plain_product`. Forward operands are in E4M3 and gradients in E5M2,
+    with fast accumulation. FP8 tensor cores before Blackwell need both operands with the summed
+    dimension innermost. The time of the transposes that a training needs for this layout is not
+    measured.
     """
     a = torch.randn(m, k, dtype=BF16, device=device).to(E4M3 if gemm == "forward" else E5M2)
     b = torch.randn(n, k, dtype=BF16, device=device).to(E4M3).t()
@@ -247,8 +249,9 @@ def block_product(
 ) -> Callable[[], object]:
     """Return a call of torch._scaled_mm with a scale of 1 per block and output in BF16.
 
-    All operands are in E4M3 (MXFP8) or in E2M1, two values a byte (NVFP4). The scales are padded to
-    the tiles of 128 x 4 scales that the kernel reads.
+    The arguments are those of `plain_product`. All operands are in E4M3 (MXFP8) or in E2M1, two
+    values a byte (NVFP4). The scales are padded to the tiles of 128 x 4 scales that the kernel
+    reads.
     """
     block, dtype = BLOCK_SCALES[precision]
 

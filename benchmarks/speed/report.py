@@ -49,7 +49,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def section(result: Mapping[str, Any], link: str) -> str:
-    """Return the introduction, the table of all ways, and the notes about some of them."""
+    """Return the introduction, the table of all ways, and the notes about some of them.
+
+    `link` is the path of the result file.
+    """
     rows = []
     notes = []
     for way in ordered(result):

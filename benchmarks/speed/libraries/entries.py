@@ -67,6 +67,7 @@ class Model:
 def other(
     name: str, label: str, module: str, precision: str, weights: str, packs: int | None = None
 ) -> Entry:
+    """Return a way of another trainer. `module` is the name of a file in this folder."""
     module = f"benchmarks.speed.libraries.{module}"
     return Entry(name, label, precision, weights, module=module, packs=packs)
 
