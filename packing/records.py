@@ -131,8 +131,8 @@ class RecordRule:
     def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[np.ndarray]:
         """Yield the token ids of each document: [tokens] uint32.
 
-        The bit `UNTRAINED` marks tokens without a loss. A document is skipped if all of its tokens
-        have this bit.
+        The bit `UNTRAINED` marks tokens without a loss. A text without tokens is skipped, and so is
+        a chat whose tokens all have this bit.
         """
         raise NotImplementedError
 

@@ -236,9 +236,9 @@ def find_splits(
 
     `length` is the length of a pack, for formats that do not record it. If `length` is None, MDS
     packs have the length of their first sample, and packs of a token file have the default of
-    `data.length`. If packs do not mark where documents end, each EOS token of `tokenizer` ends a
-    document. `token_dtype` is the dtype of token files that do not record it. Raises InputError if
-    there are no training packs.
+    `data.length`. If packs do not mark where documents end, each EOS token of `tokenizer` ends or
+    begins a document (see `starts_of_documents`). `token_dtype` is the dtype of token files that do
+    not record it. Raises InputError if there are no training packs.
     """
     address = address_of(path)
     if is_address(address):

@@ -96,8 +96,7 @@ def write(
 ) -> None:
     """Write `count` packs of `length` tokens to `folder`.
 
-    With `whole_documents`, each pack is one document. Raises InputError if the
-    folder exists.
+    With `whole_documents`, each pack is one document. Raises OSError if the folder has files.
     """
     draw = np.random.default_rng(SEED)
     frequencies, identity = zipf(vocabulary, draw)
