@@ -23,9 +23,11 @@ from pathlib import Path
 # generated, so these files are skipped.
 SHORTEST_FILE = 400
 LONGEST_FILE = 300_000
+# Sizes in bytes of a held-out package, and of all held-out packages together.
 SMALLEST_HELD_OUT = 50_000
 LARGEST_HELD_OUT = 600_000
 HELD_OUT = 5_000_000
+# Size of sample.jsonl in characters of text.
 SAMPLE = 15_000_000
 
 
