@@ -185,7 +185,7 @@ def _check_folder_of_streams(settings: DataSettings) -> None:
     """Raise InputError if the common folder of several streams has files of another program.
 
     `data.streaming.disk_gb` limits the size of all files in this folder. Once a source has its
-    first part, the folder may have other files: those of the run and its packer.
+    first part, the folder may also have the files of the run and its packer.
     """
     if not (settings.stream and settings.sources):
         return

@@ -313,7 +313,7 @@ class DataSettings(SourceSettings):
 
     @property
     def prepares(self) -> bool:
-        """True if a source is set, from which `packing.prepare` can make missing packs."""
+        """True if a source is set. `packing.prepare` makes missing packs from it."""
         return self.validation is not None or any(
             source.source is not None for source in (self, *(self.sources or ()))
         )

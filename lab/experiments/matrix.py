@@ -69,7 +69,7 @@ def write_report(matrix: Matrix) -> str:
 
 
 def _sort_key(run: RunRecord) -> list[float]:
-    """Return the key by which the report sorts runs.
+    """Return the sort key of a run in the report.
 
     Finished runs precede halted runs. Runs are then sorted by their held-out loss, and by their
     training loss if there is no held-out loss, or if two of them are equal. An unknown loss is
