@@ -134,7 +134,7 @@ QUESTIONS = (
     ("Does the GPU compute FP8?\nAda, Hopper, Blackwell: yes.\nA100, RTX 30: no.", "bf16"),
     ("Has the model at least\n0.1 billion parameters?", "bf16: FP8\ngains little"),
     ("Is the model dense?", "ask which:\nexperts gain\nless speed"),
-    ("May the training loss\nrise by 0.2 to 0.3 %?", "bf16"),
+    ("May the training loss\nrise by 0.1 to 0.3 %?", "bf16"),
     (
         "Has the table a similar model\nand a similar training?",
         "ask which:\nthe loss\nis not known",
