@@ -16,7 +16,7 @@ import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,6 +69,10 @@ CELLS = {
     "nvfp4 until the decay": "nvfp4_then_bf16_branch",
     "plain BF16 weights": "bf16_weights_branch",
 }
+# The precisions whose means over comparisons of long trainings are in the table.
+MEANS = ("delayed", "delayed+head")
+# Fewest tokens per parameter of a long training, rounded.
+LONG = 5
 # The precisions that the design of the evidence tests. Other cells are estimates.
 TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
 
@@ -342,6 +346,12 @@ def t_quantile(freedom: int, error: float) -> float:
     return float(np.interp((1 - error) * areas[-1], areas, values))
 
 
+def mean_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the mean of the costs in several comparisons, with an interval over them."""
+    percent = {index: cost.mean for index, cost in enumerate(costs)}
+    return fixed_cost(LossDifference(percent, baseline=100.0), 1 - CONFIDENCE, is_tested=False)
+
+
 def table() -> str:
     """Return the table of docs/evidence.md."""
     header = ["", "seeds", "held-out loss", "verdict", "training loss"]
@@ -350,14 +360,23 @@ def table() -> str:
     for heading in dict.fromkeys(row.heading for row in rows):
         cells.append([f"**{heading}**", "", "", "", ""])
         cells += [
-            [
-                LABELS[row.precision],
-                str(row.seeds),
-                str(row.served),
-                row.served.verdict,
-                str(row.training),
-            ]
+            cells_of(row.precision, row.seeds, row.served, row.training)
             for row in rows
             if row.heading == heading
         ]
+    cells.append([f"**Mean of the comparisons from {LONG} tokens/parameter on**", "", "", "", ""])
+    for precision in MEANS:
+        long = [
+            row
+            for row in rows
+            if row.precision == precision and round(row.tokens_per_parameter) >= LONG
+        ]
+        served = mean_cost([row.served for row in long])
+        training = mean_cost([row.training for row in long])
+        cells.append(cells_of(precision, sum(row.seeds for row in long), served, training))
     return markdown(header, cells)
+
+
+def cells_of(precision: str, seeds: int, served: Cost, training: Cost) -> list[str]:
+    """Return the cells of a row of the table."""
+    return [LABELS[precision], str(seeds), str(served), served.verdict, str(training)]
