@@ -276,7 +276,7 @@ def advice(match: str) -> str:
     return match if is_sentence(match) else f"did you mean `{match}`?"
 
 
-def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:
+def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str]) -> str | None:
     """Return the dotted key that the unknown key `name` probably means, a sentence, or None.
 
     `advice` returns a text about the result. The result is the first one that is found in this

@@ -113,7 +113,7 @@ def fill_pack(
     starts: np.ndarray,
     padding: int,
     *,
-    masked: bool = False,
+    masked: bool,
 ) -> Pack:
     """Fill pack `number` of the layout with tokens, and return it.
 
@@ -232,7 +232,7 @@ class _OpenPacks:
 class Arranged:
     """Tokenised documents that are laid out in the packs of each split."""
 
-    def __init__(self, tokens: Tokens, settings: DataSettings, *, text_files: bool = False) -> None:
+    def __init__(self, tokens: Tokens, settings: DataSettings, *, text_files: bool) -> None:
         """Divide the documents into splits and lay them out.
 
         Set `text_files` if each document is a text file. If there is only one file, the end of the

@@ -117,7 +117,7 @@ def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
-def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
+def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str]) -> None:
     """Raise InputError if one of `runs` cannot be compared fairly with the first run.
 
     The runs may differ in the keys and sections that `vary` lists. The message names all other keys

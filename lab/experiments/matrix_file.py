@@ -220,7 +220,7 @@ class Matrix:
         return Path(os.path.commonpath([cell.run_dir.parent for cell in self.cells]))
 
 
-def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
+def load_matrix(path: str | Path, overrides: Sequence[str], **changes: Any) -> Matrix:
     """Read the matrix file at `path` and return the matrix.
 
     Raises InputError for a mistake. The message names the file, and the key or the cell.

@@ -47,7 +47,7 @@ class JsonlTracker:
         resumed_step: Step of the checkpoint that the run continues from, or 0 for a new run.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+    def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         self.resumed_step = resumed_step
         self._file: TextIO | None = None
@@ -106,7 +106,7 @@ class Trackers:
     Only the main process calls `start`. On other processes the other methods do nothing.
     """
 
-    def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int = 0) -> None:
+    def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int) -> None:
         self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step)
         # The statistics of operands. `OperandWatch` needs this file, so its maker starts it.
         self.statistics = JsonlTracker(run_dir / STATISTICS_FILE, resumed_step)

@@ -104,7 +104,7 @@ def compute_in_a_fixed_order() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
+def complete_topology(accelerator: Accelerator, replicas: int) -> None:
     """Set up FSDP2 on CPUs, and HSDP. Accelerate does not set up either of them.
 
     Args:

@@ -205,7 +205,7 @@ def _check_loaded(source: str, model: PreTrainedModel, loading: dict[str, Any]) 
             raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
 
 
-def quantized_weights(repository: str, revision: str | None = None) -> dict[str, Any]:
+def quantized_weights(repository: str, revision: str | None) -> dict[str, Any]:
     """Return a dict from names to the values of a model with quantized weights.
 
     `[...]` reads a value from its file, and dequantizes it. The dict is empty if the weights of the

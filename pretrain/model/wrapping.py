@@ -48,7 +48,7 @@ def choose_arithmetic(
     device_type: str,
     context: PrecisionContext,
     *,
-    keeps_rotated: bool = False,
+    keeps_rotated: bool,
 ) -> Arithmetic:
     """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None.
 

@@ -105,9 +105,7 @@ def fit_to_command_line(
     ]
 
 
-def shorten(
-    settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool = False
-) -> ScheduleSettings:
+def shorten(settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool) -> ScheduleSettings:
     """Return a schedule that fits into `total_steps` steps, or `settings` if `settings` fit.
 
     Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.

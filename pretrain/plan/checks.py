@@ -67,7 +67,7 @@ def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
     )
 
 
-def check_launch(recipe: Recipe, world_size: int | None, overrides: Sequence[str] = ()) -> None:
+def check_launch(recipe: Recipe, world_size: int | None, overrides: Sequence[str]) -> None:
     """Check a recipe before its launch, when the device, the model and the data are not known.
 
     Checks that depend on the device, the model or the data are omitted.
@@ -86,7 +86,7 @@ def check_launch(recipe: Recipe, world_size: int | None, overrides: Sequence[str
 
 
 def check_settings(
-    recipe: Recipe, precision: str, world_size: int | None, overrides: Sequence[str] = ()
+    recipe: Recipe, precision: str, world_size: int | None, overrides: Sequence[str]
 ) -> None:
     """Check the recipe for contradictions between its sections.
 

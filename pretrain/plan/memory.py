@@ -523,7 +523,7 @@ def compiled_layer(
     layouts: int,
     experts_left_out: Mapping[str, float],
     *,
-    fuses_mlp: bool = False,
+    fuses_mlp: bool,
 ) -> LayerMemory:
     """Return the memory of a compiled layer, as a mean over all layers of the model.
 

@@ -334,21 +334,19 @@ class LinearPass:
         self.gemm.end()
         return y
 
-    def gradient_product(
-        self, kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def gradient_product(self, kind: GemmKind, left: Operand, right: Operand) -> Tensor:
         """Return a product of backward: dgrad or wgrad.
 
-        `left` and `right` are the factors in the same order as in `Gemm.matmul`. The default
-        `dtype` is the compute dtype of the context.
+        `left` and `right` are the factors in the same order as in `Gemm.matmul`. The dtype is the
+        compute dtype of the context.
         """
-        dtype = dtype or self.context.compute_dtype
+        dtype = self.context.compute_dtype
         gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
         self.show_result(kind, gradient)
         return gradient
 
     def weight_gradient(
-        self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False
+        self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool
     ) -> Tensor | None:
         """Compute the weight's gradient dy^T x [out, in].
 

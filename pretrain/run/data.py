@@ -191,7 +191,7 @@ def evaluated_packs(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
     return evaluated
 
 
-def check_labels(data: Data, settings: DataSettings, evaluated: int | None = None) -> None:
+def check_labels(data: Data, settings: DataSettings, evaluated: int | None) -> None:
     """Raise InputError if a source has no label to train on or to evaluate on.
 
     evaluated: the number of held-out packs that an evaluation reads (`evaluate.packs`), or None for

@@ -203,7 +203,7 @@ def largest_that_fits(
 
 
 def largest_size_within(
-    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
+    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float
 ) -> int:
     """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
 

@@ -50,7 +50,7 @@ PROBES = (
 
 
 def with_tokens(
-    model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
+    model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool
 ) -> ModelSettings:
     """Return a copy of `model` with missing vocabulary keys set from the tokenizer.
 

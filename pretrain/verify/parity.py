@@ -171,7 +171,7 @@ def check_parity(
     accelerator: Accelerator,
     *,
     held_out_loss: Callable[[Sequence[Microbatch]], float],
-    mask_boundaries: bool = True,
+    mask_boundaries: bool,
 ) -> Parity:
     """Compare the microbatches of `step` with its packs, and the model with plain transformers.
 

@@ -226,7 +226,7 @@ def reference_pass(
     plain: PreTrainedModel,
     microbatches: Iterable[Documents],
     loss: LossSettings,
-    head_factor: float = 1.0,
+    head_factor: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of the documents of each microbatch.
 

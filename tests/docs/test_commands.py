@@ -107,7 +107,7 @@ def check(
         steps = steps_of(loaded.train, loaded.batch.tokens, 0, loaded.data.length)
         loaded, _ = fit_to_command_line(loaded, overrides, steps)
     environment = environment_of(configuration, overrides)
-    check_launch(with_precision(loaded, environment), processes)
+    check_launch(with_precision(loaded, environment), processes, ())
 
 
 def check_command(command: str) -> None:
@@ -311,7 +311,7 @@ def check_fits(words: Sequence[str], card: str) -> None:
 def test_the_trainings_in_a_comment_fit_on_its_card(path: Path) -> None:
     card = ON.get(path.stem, USUAL)
     if path.parent.name == "matrices":
-        matrix = load_matrix(path)
+        matrix = load_matrix(path, ())
         settings = [cell.recipe for cell in matrix.cells]
         for recipe in [] if matrix.on_cpu else settings:
             topology = "ddp" if matrix.processes > 1 else None

@@ -121,7 +121,7 @@ def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path
     changes = {"train": {"steps": 3}, "fp8_config": {"on_unsupported": "emulate"}}
     matrix = Matrix(small_recipe | changes, tmp_path, "current", "bf16")
     assert matrix.start().wait() == 0
-    loaded = load_matrix(matrix.path)
+    loaded = load_matrix(matrix.path, ())
     for cell in loaded.cells:
         command = launch_of(loaded, cell).command
         launched = tmp_path / "launched" / cell.name

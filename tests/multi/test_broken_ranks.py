@@ -80,7 +80,7 @@ def inject(
 ) -> None:
     """Print the result of `check` in this rank, for each fault."""
     accelerator = Accelerator(mixed_precision="no")
-    complete_topology(accelerator)
+    complete_topology(accelerator, 1)
     found = {}
     histories: list[Tensor] = []
     for what, make in faults.items():

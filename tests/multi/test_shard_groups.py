@@ -239,7 +239,7 @@ def profile_a_step(accelerator: Accelerator, folder: Path) -> None:
 def main() -> None:
     """Print the collectives of a run, and the number of tensors that differ if none is freed."""
     accelerator = Accelerator(mixed_precision="no")
-    complete_topology(accelerator)
+    complete_topology(accelerator, 1)
     seen, found = train(accelerator, RUNS[sys.argv[1]])
     with overridden(sharding, QUANTIZED_SHARE=2.0):
         expected, _ = train(accelerator, RUNS[sys.argv[1]])
@@ -249,7 +249,7 @@ def main() -> None:
 
 def main_graphs() -> None:
     accelerator = Accelerator(mixed_precision="no")
-    complete_topology(accelerator)
+    complete_topology(accelerator, 1)
     train_with_graphs(accelerator)
     turn_graphs_off(accelerator)
     profile_a_step(accelerator, Path(sys.argv[1]))
@@ -259,7 +259,7 @@ def main_graphs() -> None:
 def main_fused() -> None:
     """Compare fused layers that keep codes with fused layers that are gathered for each use."""
     accelerator = Accelerator(mixed_precision="no")
-    complete_topology(accelerator)
+    complete_topology(accelerator, 1)
     seen = train_fused(accelerator, Path(sys.argv[1]))
     with overridden(sharding, QUANTIZED_SHARE=2.0):
         expected = train_fused(accelerator, Path(sys.argv[1]))

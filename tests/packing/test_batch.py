@@ -53,7 +53,9 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     )
     tokens = np.arange(1, lengths.sum() + 1)
     starts = np.cumsum(lengths) - lengths
-    return PacksInMemory([fill_pack(layout, n, tokens, starts, 0) for n in range(count)])
+    return PacksInMemory(
+        [fill_pack(layout, n, tokens, starts, 0, masked=False) for n in range(count)]
+    )
 
 
 def stream(

@@ -37,7 +37,9 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
 
 
 def all_packs(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
-    return [fill_pack(layout, number, flat, starts, FILL) for number in range(len(layout))]
+    return [
+        fill_pack(layout, number, flat, starts, FILL, masked=False) for number in range(len(layout))
+    ]
 
 
 def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:

@@ -360,8 +360,8 @@ def _chunk_loss(
 def token_losses(
     logits: Tensor,
     labels: Tensor,
-    penalty: Penalty | None = None,
-    change: LogitChange = UNCHANGED,
+    penalty: Penalty | None,
+    change: LogitChange,
     *,
     with_gradient: bool,
 ) -> Tensor:
@@ -443,7 +443,7 @@ class Penalty:
     kind: PenaltyKind | None = None
     weight: float = 0.0
 
-    def gradient_(self, logits: Tensor, labels: Tensor, change: LogitChange = UNCHANGED) -> Tensor:
+    def gradient_(self, logits: Tensor, labels: Tensor, change: LogitChange) -> Tensor:
         """Overwrite the logits with the gradient of cross-entropy + weight * penalty.
 
         Softmax and sums are in FP32 for any dtype of the logits, and the gradient is rounded once,

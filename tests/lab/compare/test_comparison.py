@@ -54,7 +54,7 @@ def test_runs_may_differ_in_precision_and_in_how_they_were_run(tmp_path):
     settings = "precision=delayed weights=bf16_exact fp8_config.scope=linear+head"
     settings += " fp8_config.margin=1 batch.microbatch=4 model.compile=none log.every=7"
     second = trained(tmp_path / "second", (4.0, 3.0), *settings.split(), "data.packs=x")
-    check_comparable([trained(tmp_path / "first"), second])
+    check_comparable([trained(tmp_path / "first"), second], ())
 
 
 def with_past(path: Path, **past: object) -> RunRecord:
@@ -72,7 +72,7 @@ def test_other_data_and_settings_changed_by_a_resume_are_refused(tmp_path):
         (trained(tmp_path / "unknown", fingerprint=None), "`data_fingerprint`"),
     ):
         with pytest.raises(InputError, match=message):
-            check_comparable([plain, run])
+            check_comparable([plain, run], ())
     assert "delayed to step 2" in changed.changed_settings["precision"]
     assert not plain.changed_settings
 

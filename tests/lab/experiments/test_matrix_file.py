@@ -118,7 +118,7 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)  # The recipes in a matrix are relative to the repository.
-    matrix = load_matrix(path)
+    matrix = load_matrix(path, ())
     assert len(matrix.cells) > 1 and matrix.baseline in matrix.cells
     if "evidence" in path.parts:
         optimizers = {cell.recipe.optimizer.name for cell in matrix.cells}

@@ -245,7 +245,7 @@ def test_the_recommended_command_trains_the_candidate(
     assert trained.schedule.decay == judged.schedule.decay
     assert (trained.evaluate.served, trained.evaluate.merge) == ("nvfp4", judged.evaluate.merge)
     assert trained.checkpoint.every == judged.checkpoint.every or name == "tail"
-    check_settings(trained.model_copy(update={"train": TrainSettings(steps=80)}), "bf16", 1)
+    check_settings(trained.model_copy(update={"train": TrainSettings(steps=80)}), "bf16", 1, ())
 
 
 def test_plans_of_earlier_versions_can_be_read() -> None:

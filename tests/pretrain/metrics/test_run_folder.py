@@ -44,7 +44,7 @@ def test_links_to_other_folders_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "mine.jsonl")
     with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written: .*links"):
-        JsonlTracker(tmp_path / "metrics.jsonl").start()
+        JsonlTracker(tmp_path / "metrics.jsonl", 0).start()
 
 
 def test_a_run_that_is_not_restored_holds_no_lock(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_logged_values_are_read_back_with_null_for_nan_and_infinity(records, tmp
         return value
 
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    tracker = JsonlTracker(path)
+    tracker = JsonlTracker(path, 0)
     tracker.start()
     for values in records:
         tracker.log(values)

@@ -122,7 +122,7 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
 
 def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0]], dtype=torch.bfloat16)
-    token_losses(logits, torch.tensor([0]), with_gradient=True)
+    token_losses(logits, torch.tensor([0]), None, UNCHANGED, with_gradient=True)
     expected = 1 / (1 + torch.tensor(9.0).exp())
     torch.testing.assert_close(
         logits.float(), torch.stack([-expected, expected])[None], rtol=2**-8, atol=0

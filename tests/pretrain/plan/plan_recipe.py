@@ -104,7 +104,8 @@ def plan_of(
         layers = layers_of(model, flops, settings, active, devices, attention)
     else:
         layouts = active.precision.layouts_on(None)
-        layers = [compiled_layer(flops, active.precision, layouts, {})] * flops.shape.layers
+        layer = compiled_layer(flops, active.precision, layouts, {}, fuses_mlp=False)
+        layers = [layer] * flops.shape.layers
     return Plan(
         settings,
         schedule_of(settings, active),

@@ -31,7 +31,7 @@ def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
     def check(disk_gb: float, **train: float) -> None:
         data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t"}
         data["streaming"] = {"disk_gb": disk_gb, "window": 64e6}
-        check_settings(recipe(data=data, train=train), "bf16", 1)
+        check_settings(recipe(data=data, train=train), "bf16", 1, ())
 
     check(2, tokens=1e12)
     with pytest.raises(InputError, match=r"`train\.epochs: 4.0` .*set `train\.steps` or `train"):

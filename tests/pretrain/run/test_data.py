@@ -85,7 +85,7 @@ def test_another_tokenizer_with_the_same_size_is_rejected(
 
 def test_a_null_vocabulary_has_the_size_of_the_tokenizer(settings: DataSettings) -> None:
     model = ModelSettings(config={"model_type": "llama", "vocab_size": None})
-    assert (with_tokens(model, settings, None).config or {})["vocab_size"] == 128
+    assert (with_tokens(model, settings, None, needed=False).config or {})["vocab_size"] == 128
 
 
 def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
@@ -134,7 +134,7 @@ def test_packs_without_a_label_are_rejected(
     settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)
     data = open_data(settings, is_main_process=True)
     if labels:
-        check_labels(data, settings)
+        check_labels(data, settings, None)
         return
     with pytest.raises(InputError, match=f"packs: no token .* 1 {kind}.* pack .*`data.length`"):
-        check_labels(data, settings)
+        check_labels(data, settings, None)

@@ -98,7 +98,7 @@ def test_a_microbatch_grows_to_the_largest_that_fits(
         tried.append(packs)
         return int(constant + linear * packs + quadratic * packs**2)
 
-    assert largest_size_within([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
+    assert largest_size_within([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used, 0.5) == expected
     assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
     assert all(later <= 4 * earlier for earlier, later in pairwise(tried))
     if not quadratic and expected:

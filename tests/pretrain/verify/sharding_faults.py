@@ -39,7 +39,7 @@ fault = partial(faults.fault, **REGISTER)
 def find_faults(layers: int = 2) -> None:
     """Print the checks that catch each fault, by fault and precision, and also without a fault."""
     accelerator = Accelerator(mixed_precision="no")
-    complete_topology(accelerator)
+    complete_topology(accelerator, 1)
     found: dict[str, dict[str, Sequence[str]]] = {}
     for precision in sys.argv[1:]:
         histories: list[Tensor] = []

@@ -178,6 +178,7 @@ class SmallRun:
             held_out_loss=lambda microbatches: evaluate.metrics_from_sums(
                 evaluate.held_out_sums(self.model, microbatches, self.accelerator)
             )["held_out_loss"],
+            mask_boundaries=True,
         )
 
 
@@ -261,7 +262,7 @@ def low_precision_model(
     if active.precision.quantized:
         decisions = decide(hf, list(blocks.values()), active)
     if fused:
-        arithmetic = choose_arithmetic(active, device.type, context)
+        arithmetic = choose_arithmetic(active, device.type, context, keeps_rotated=False)
         packed.fused = fuse(blocks, {active.name: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(

@@ -166,7 +166,7 @@ def assemble(
     loss = loss or LossSettings(chunk=64)
     trained = PackedLanguageModel(hf, backend, loss, context).train()
     if fused:
-        arithmetic = choose_arithmetic(active, device, context)
+        arithmetic = choose_arithmetic(active, device, context, keeps_rotated=False)
         if kernels is not None:
             arithmetic.kernels = kernels
         trained.fused = fuse(layers, {active.name: decisions}, arithmetic)
