@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,15 +31,11 @@ class Console:
     Args:
         total_steps: Number of steps of the run.
         enabled: True to print. With False, which ranks above 0 use, nothing is printed.
-        stream: Stream to print to, sys.stdout by default.
     """
 
-    def __init__(
-        self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, total_steps: int, *, enabled: bool = True) -> None:
         self.total_steps = total_steps
         self.enabled = enabled
-        self.stream = stream or sys.stdout
         # Number of the first step of this process, and the time at which this step ended. The value
         # is None until this step has ended.
         self._first_end: tuple[int, float] | None = None
@@ -114,12 +110,12 @@ class Console:
             return
         # Replace characters that the encoding of the stream cannot represent. Otherwise a
         # generated text with such a character would end the run, for example if the log is ASCII.
-        encoding = self.stream.encoding or "utf-8"
+        encoding = sys.stdout.encoding or "utf-8"
         text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
-            with tqdm.external_write_mode(file=self.stream):
-                self.stream.write(text)
-                self.stream.flush()
+            with tqdm.external_write_mode(file=sys.stdout):
+                sys.stdout.write(text)
+                sys.stdout.flush()
         except OSError:
             # The terminal was closed, Ctrl-C ended the `tee` that reads our output, or the disk of
             # the log is full. The run continues, because metrics.jsonl has every number. The stream
@@ -127,7 +123,7 @@ class Console:
             # flushes the buffer of the stream.
             self.enabled = False
             with open(os.devnull, "w") as null:
-                os.dup2(null.fileno(), self.stream.fileno())
+                os.dup2(null.fileno(), sys.stdout.fileno())
 
     def warning(self, text: str) -> None:
         """Print a warning for the user. The run continues."""

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 from hypothesis import given
@@ -37,7 +38,8 @@ def output_of(
 ) -> str:
     """Return the output of `act`, which is called with a Console."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    act(Console(total_steps, stream=stream))
+    with redirect_stdout(stream):
+        act(Console(total_steps))
     stream.flush()
     return stream.buffer.getvalue().decode(encoding)
 
@@ -105,8 +107,9 @@ def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
 def test_a_closed_pipe_ends_the_output_but_not_the_run():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        console = Console(2776, stream=stream)
+        console = Console(2776)
         os.close(reader)
-        for _ in range(3):
-            console.notice("a line")
+        with redirect_stdout(stream):
+            for _ in range(3):
+                console.notice("a line")
         assert not console.enabled
