@@ -44,8 +44,8 @@ from pretrain.settings.recipe import USUAL_LOSS_CHUNK, LossSettings, Recipe
 # Settings that save memory, for messages. The last three change the results of a run.
 SAVE_MEMORY = (
     "to save memory, set a smaller `batch.microbatch`, `model.gradient_checkpointing: full`, "
-    "`optimizer.offload: state` (AdamW), --config zero or fsdp2 on several devices, "
-    "`weights: bf16_exact`, `optimizer.moments: bf16` or `optimizer.gradients: bf16`"
+    "`optimizer.offload: state` (AdamW), `loss.chunk: 1024`, --config zero or fsdp2 on several "
+    "devices, `weights: bf16_exact`, `optimizer.moments: bf16` or `optimizer.gradients: bf16`"
 )
 
 

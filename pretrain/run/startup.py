@@ -276,14 +276,6 @@ def _run_two_passes(
 
 # ── Errors about full memory ──────────────────────────────────────────────────────────────────────
 
-# Settings that lower the memory of a run. The setting that saves the most comes first. This order
-# holds for a run without such settings.
-LESS_MEMORY = (
-    "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
-    "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
-    "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
-)
-
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error` or one of its causes reports that device or host memory is full."""
@@ -308,10 +300,10 @@ def explaining_errors() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InputError(
-            f"out of memory: {one_line(error)}. To reduce memory, choose one of: "
-            f"{LESS_MEMORY}; `--plan` prints the memory of a recipe. The checkpoints are intact: "
-            "to continue, start the same command with one of these settings. If you change "
-            "`weights` or `optimizer.moments`, also pass --accept-changes"
+            f"out of memory: {one_line(error)}; {SAVE_MEMORY}. `--plan` prints the memory of a "
+            "recipe. The checkpoints are intact: to continue, start the same command with one of "
+            "these settings. If you change `weights`, `optimizer.moments` or "
+            "`optimizer.gradients`, also pass --accept-changes"
         ) from None
 
 

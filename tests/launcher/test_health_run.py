@@ -161,7 +161,7 @@ def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here
         run = train_here()
     assert run.status == 2, run.output
     assert run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
-    for words in ("out of memory", "2.00 GiB", "batch.microbatch", "gradient_checkpointing=full"):
+    for words in ("out of memory", "2.00 GiB", "batch.microbatch", "gradient_checkpointing: full"):
         assert words in run.err
     resumed = train_here("batch.microbatch=1").done()
     assert "at step 2" in resumed.output
