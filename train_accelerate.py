@@ -402,14 +402,14 @@ def train_step(
         model.context.go_back(histories)
     adamw.clear_gradients(optimizer, model)
     # This call waits for the update.
-    frozen, code = run.frozen_share_and_code(stop_code())
+    lost_share, code = run.lost_share_and_code(stop_code())
     state.advance(
         tokens=batches.tokens,
         valid_tokens=batches.valid_tokens,
         place=batches.places.stop,
         skipped=not decision.proceed,
     )
-    return run.record_of_step(batches, decision, losses, metrics, frozen), decision, code
+    return run.record_of_step(batches, decision, losses, metrics, lost_share), decision, code
 
 
 # ── 4: the final evaluation and the export ────────────────────────────────────────────────────────

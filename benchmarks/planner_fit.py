@@ -183,7 +183,7 @@ def fit(points: Sequence[Point]) -> dict[str, float]:
     return dict(zip(FITTED, map(float, np.exp(logs)), strict=True))
 
 
-def left_out(points: Sequence[Point]) -> list[tuple[Point, Shares]]:
+def cross_validated(points: Sequence[Point]) -> list[tuple[Point, Shares]]:
     """Return each step with the shares that fit the steps of all other models.
 
     Steps with block scaling are skipped, because only one model has them.
@@ -329,7 +329,7 @@ def main() -> int:
     shares = fit(fitted)
     print("shares:", {name: round(share, 4) for name, share in shares.items()})
     print("fitted steps:", text([point.error(shares) for point in fitted]))
-    without = left_out(fitted)
+    without = cross_validated(fitted)
     print("a model left out:", text([point.error(other) for point, other in without]))
     shares_of = {id(point): other for point, other in without}
     pairs = [pair for pair in gains(fitted) if id(pair[0]) in shares_of]

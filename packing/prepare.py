@@ -27,7 +27,7 @@ from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import CHAT_TEMPLATE, WITHOUT_COLUMNS, chat_template, record_rule
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source, refuse_common_files
-from packing.store import all_sources, find_splits, folder_of, is_there, training_sources
+from packing.store import all_sources, find_splits, folder_of, is_occupied, training_sources
 from packing.stream import PartStart
 from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
@@ -126,7 +126,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
     packs = folder_of(settings)
     if not (packs / MANIFEST).is_file():
         # Another process may be writing the first part of a stream in a hidden folder.
-        has_files = is_there(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
+        has_files = is_occupied(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
         if has_files:
             raise _has_no_packs(settings.packs)
         return False

@@ -102,7 +102,7 @@ def folder_of(source: DataSettings) -> Path:
     return source.packs / FIRST if source.stream else source.packs
 
 
-def is_there(folder: Path) -> bool:
+def is_occupied(folder: Path) -> bool:
     """Return True if `folder` exists and is not empty.
 
     An empty folder is treated as absent, because complete packs replace it. The current folder and
@@ -118,7 +118,7 @@ def is_there(folder: Path) -> bool:
 
 def unprepared(settings: DataSettings) -> list[Path]:
     """Return the folders of training and validation packs that do not exist yet."""
-    return [folder for folder in map(folder_of, all_sources(settings)) if not is_there(folder)]
+    return [folder for folder in map(folder_of, all_sources(settings)) if not is_occupied(folder)]
 
 
 def notes_of(packs: Packs) -> list[str]:

@@ -41,7 +41,7 @@ MOST_ROLLBACKS = 3
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
 # The run warns if rounding loses more than this share of all updates.
-FROZEN_SHARE = 0.05
+LOST_SHARE = 0.05
 # The run warns if more than this share of the experts is starved. A starved expert gets less than a
 # tenth of its layer's average number of tokens.
 STARVED_SHARE = 0.05
@@ -176,22 +176,22 @@ class Health:
         )
 
     def warnings_of(
-        self, step: int, frozen: float, valid_tokens: int, losses: Mapping[str, float]
+        self, step: int, lost_share: float, valid_tokens: int, losses: Mapping[str, float]
     ) -> Iterator[str]:
         """Yield the warnings about a step. Each kind of warning is given once per process.
 
         Args:
             step: Number of the step.
-            frozen: Share of all updates that were lost to rounding.
+            lost_share: Share of all updates that were lost to rounding.
             valid_tokens: Number of tokens with a label.
             losses: Losses and statistics of the step by name. `starved_experts` is the share of
                 starved experts.
         """
         warnings = {}
-        if frozen > FROZEN_SHARE:
-            warnings["frozen"] = (
-                f"{percent(frozen)} of all updates were too small to change the stored weights; "
-                "set `weights: bf16_exact` to keep all updates"
+        if lost_share > LOST_SHARE:
+            warnings["lost"] = (
+                f"{percent(lost_share)} of all updates were too small to change the stored "
+                "weights; set `weights: bf16_exact` to keep all updates"
             )
         if not valid_tokens:
             warnings["unlabelled"] = (

@@ -89,7 +89,7 @@ class ExactAdamW(torch.optim.Optimizer):
         # if the update is not zero, but the stored weight does not change. With `exact`, the stored
         # weight is the FP32 master. An update is zero if the learning rate is zero, or if the first
         # moment and weight decay * weight are both zero.
-        self.frozen_counts = torch.zeros(2, dtype=torch.int64)
+        self.lost_counts = torch.zeros(2, dtype=torch.int64)
         # Metrics of the last step by name, as scalars that are equal on all processes.
         self.metrics: dict[str, Tensor] = {}
 
@@ -254,7 +254,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
         def update() -> None:
             lost = update_all()
-            self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
+            self.lost_counts = torch.stack([lost, torch.full_like(lost, count)])
             for step in steps:
                 step.add_(1)
 
@@ -336,7 +336,7 @@ def prepare_updates(
 ) -> Callable[[], Tensor]:
     """Return a function that updates parameters in place, and returns the number of lost updates.
 
-    The number is an int64 scalar on the parameters' device. `ExactAdamW.frozen_counts` defines lost
+    The number is an int64 scalar on the parameters' device. `ExactAdamW.lost_counts` defines lost
     updates. Each gradient is multiplied by the FP32 scalar `clip_coefficient`, if it is not None.
     """
     if updates and updates[0][0].weight.is_cuda:
@@ -417,7 +417,7 @@ def _update(
 
 
 def _count_lost(before: Tensor, after: Tensor, direction: Tensor, hyper: Hyperparameters) -> Tensor:
-    """Return the number of lost updates, as `ExactAdamW.frozen_counts` defines them.
+    """Return the number of lost updates, as `ExactAdamW.lost_counts` defines them.
 
     before, after: the stored weights before and after the update.
     direction: the first moment, or the direction of Muon.

@@ -226,7 +226,7 @@ def _prepare_launch(
 ) -> Callable[[], Tensor]:
     """Return a function that updates parameters of one kind in one launch.
 
-    The function returns the number of lost updates, as defined by `ExactAdamW.frozen_counts`.
+    The function returns the number of lost updates, as defined by `ExactAdamW.lost_counts`.
 
     Args:
         parameters: For each parameter, the addresses of its five tensors and its number of values.

@@ -68,8 +68,8 @@ class EmulationEngine(GemmEngine):
         self.delayed = (
             DelayedState(self.precision, device) if self.precision.keeps_history else None
         )
-        # Maps a role and an axis to the result of `_make_preparation`, which is made only once.
-        self.preparation = functools.cache(self._make_preparation)
+        # Map a role and an axis to a function that quantizes operands. Each is made only once.
+        self.operand_quantizer = functools.cache(self._make_operand_quantizer)
 
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
@@ -105,7 +105,7 @@ class EmulationEngine(GemmEngine):
         """Return a context without autocast, which would round FP32 operands to BF16."""
         return torch.autocast(self.device.type, enabled=False)
 
-    def _make_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
+    def _make_operand_quantizer(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
         """Return a function that quantizes x [rows, features] for a product along `along`.
 
         On a GPU, the function is compiled. The arguments of the function are x, and the scale of
@@ -118,7 +118,7 @@ class EmulationEngine(GemmEngine):
         has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
 
-        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
+        def quantize_operand(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
             quantized = quantize(x, scale, None)
             tensor_scale = quantized.tensor_scale if has_tensor_scale else None
             amax = absolute_maximum(x) if records_amax else None
@@ -126,8 +126,8 @@ class EmulationEngine(GemmEngine):
 
         # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":
-            return preparation
-        compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
+            return quantize_operand
+        compiled = torch.compile(quantize_operand, fullgraph=True, dynamic=False)
 
         def compiled_for_each_shape(*args: Any) -> tuple[Any, ...]:
             # torch's default limit would stop compilation after eight different shapes.
@@ -138,7 +138,7 @@ class EmulationEngine(GemmEngine):
 
 
 class EmulatedGemm(Gemm):
-    """The products of one linear layer. `EmulationEngine.preparation` quantizes the operands."""
+    """The products of one linear layer. `EmulationEngine.operand_quantizer` quantizes operands."""
 
     def __init__(self, engine: EmulationEngine, name: str, members: Sequence[str]) -> None:
         super().__init__(name, members)
@@ -168,7 +168,7 @@ class EmulatedGemm(Gemm):
         of x.
         """
         with self._engine.without_autocast():
-            *operand, amax = self._engine.preparation(role, along)(x, scale)
+            *operand, amax = self._engine.operand_quantizer(role, along)(x, scale)
         if self._delayed and amax is not None:
             self._delayed.record(self._index, role, amax)
         return Operand(*operand)

@@ -174,16 +174,16 @@ class Run:
             f"the precision changes from {before} to {active.name} after step {self.state.step}"
         )
 
-    def frozen_share_and_code(self, stop_code: int) -> tuple[float, int]:
+    def lost_share_and_code(self, stop_code: int) -> tuple[float, int]:
         """Return the share of values whose last update was lost, and the largest stop code.
 
-        Both are over all ranks, by one collective. `ExactAdamW.frozen_counts` defines lost updates.
+        Both are over all ranks, by one collective. `ExactAdamW.lost_counts` defines lost updates.
 
         stop_code: the stop code of this rank.
 
         All ranks must call this method. The host waits for the device.
         """
-        counts = self.assembly.optimizer.frozen_counts.to(self.accelerator.device)
+        counts = self.assembly.optimizer.lost_counts.to(self.accelerator.device)
         code = torch.full_like(counts[:1], stop_code)
         ranks = self.accelerator.gather(torch.cat([counts, code])[None]).tolist()
         lost, updated, codes = zip(*ranks, strict=True)
@@ -195,7 +195,7 @@ class Run:
         decision: StepDecision,
         losses: Mapping[str, float],
         metrics: Mapping[str, Any],
-        frozen: float,
+        lost_share: float,
     ) -> dict[str, Any]:
         """Return the metrics of the step that was just trained, and print warnings about it.
 
@@ -203,15 +203,15 @@ class Run:
         decision: the decision whether to update the weights.
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
         metrics: learning rate, gradient norm, and the metrics of observers.
-        frozen: the share of values whose last update was lost.
+        lost_share: the share of values whose last update was lost.
         """
         state = self.state
         loss = losses["loss"]
         is_labelled = batches.valid_tokens > 0
         if not decision.proceed:
-            # `frozen` describes the update of an earlier step.
-            frozen = 0.0
-        self._print_warnings(decision, frozen, batches.valid_tokens, losses)
+            # `lost_share` describes the update of an earlier step.
+            lost_share = 0.0
+        self._print_warnings(decision, lost_share, batches.valid_tokens, losses)
         record: dict[str, Any] = {"step": state.step, "tokens": state.tokens}
         if self.job.data.has_masks:
             record["trained_tokens"] = state.valid_tokens
@@ -230,14 +230,14 @@ class Run:
         if decision.proceed:
             for name, value in self.assembly.optimizer.metrics.items():
                 record[name] = value.item()
-        record["frozen_updates"] = frozen
+        record["frozen_updates"] = lost_share
         record["step_tokens"] = batches.tokens
         record["sum_squared_lengths"] = batches.sum_squared_lengths
         record["skipped"] = not decision.proceed
         return record
 
     def _print_warnings(
-        self, decision: StepDecision, frozen: float, labels: int, losses: Mapping[str, float]
+        self, decision: StepDecision, lost_share: float, labels: int, losses: Mapping[str, float]
     ) -> None:
         """Print warnings about the step. The arguments are as in `record_of_step`.
 
@@ -245,7 +245,7 @@ class Run:
         """
         if decision.reason and decision.action in ("update", "skip"):
             self.console.warning(decision.reason)
-        for warning in self.health.warnings_of(self.state.step, frozen, labels, losses):
+        for warning in self.health.warnings_of(self.state.step, lost_share, labels, losses):
             self.console.warning(warning)
 
     def log(self, metrics: dict[str, Any], *, data_wait_ms: float) -> None:

@@ -82,8 +82,8 @@ def test_updates_equal_those_on_a_cpu(
             copies.gradient.copy_(tensors.gradient)
         expected = adamw._update_all([(tensors, hyper) for tensors in on_cpu], coefficient)
         updates = [(tensors, hyper) for tensors in operands]
-        frozen = prepare_update(updates, None if moment is None else coefficient.to(DEVICE))()
-        assert int(frozen) == int(expected)
+        lost = prepare_update(updates, None if moment is None else coefficient.to(DEVICE))()
+        assert int(lost) == int(expected)
         for pair in itertools.chain(*map(zip, operands, on_cpu)):
             assert pair[0] is pair[1] is None or torch.equal(pair[0].cpu(), pair[1])
 

@@ -213,9 +213,9 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
     on_cpu = engine(name, "cpu")
     on_gpu = engine(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):
-        *fields, expected_amax = on_cpu.preparation(role, along)(x, scale)
+        *fields, expected_amax = on_cpu.operand_quantizer(role, along)(x, scale)
         expected = Operand(*fields)
-        *fields, amax = on_gpu.preparation(role, along)(x.cuda(), scale.cuda())
+        *fields, amax = on_gpu.operand_quantizer(role, along)(x.cuda(), scale.cuda())
         operand = Operand(*fields)
         assert operand.values.dtype == on_gpu.operand_dtype
         assert torch.equal(operand.values.float().cpu(), expected.values), (role, along)
@@ -229,7 +229,7 @@ def test_a_gemm_is_summed_in_fp32_and_rounded_once() -> None:
     emulation = engine("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0
-    *fields, _ = emulation.preparation("input", "features")(x, None)
+    *fields, _ = emulation.operand_quantizer("input", "features")(x, None)
     operand = Operand(*fields)
     exact = operand.values.double() @ operand.values.double().t() * operand.scale.double() ** 2
     assert torch.equal(multiply(operand, operand, torch.bfloat16), exact.bfloat16())

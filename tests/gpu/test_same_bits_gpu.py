@@ -173,7 +173,7 @@ def updated(
         # Overwriting the gradients must not disturb an update that is still running.
         for parameter in parameters:
             parameter.grad.fill_(torch.nan)
-        results[f"frozen {step}"] = optimizer.frozen_counts.clone()
+        results[f"lost {step}"] = optimizer.lost_counts.clone()
     torch.cuda.synchronize()
     for number, parameter in enumerate(parameters):
         results[f"{number}"] = parameter.detach()

@@ -52,7 +52,7 @@ def train(
     tensors = [*params, *(state["momentum"] for state in states)]
     # Gloo gathers no int16.
     tensors += [state["remainder"].int() for state in states if "remainder" in state]
-    return [full_tensor(tensor.detach()) for tensor in tensors], optimizer.frozen_counts.tolist()
+    return [full_tensor(tensor.detach()) for tensor in tensors], optimizer.lost_counts.tolist()
 
 
 def train_as_rank(rank: int, sharded: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[int]]:

@@ -28,8 +28,8 @@ def fitted() -> Shares:
 
 
 @cache
-def left_out() -> list[tuple[Point, Shares]]:
-    return planner_fit.left_out(points("fit"))
+def cross_validated() -> list[tuple[Point, Shares]]:
+    return planner_fit.cross_validated(points("fit"))
 
 
 # The rows and the fit
@@ -56,11 +56,11 @@ def test_the_shipped_constants_are_those_of_the_fit() -> None:
 
 
 def test_a_model_that_was_left_out_and_its_gain_are_predicted() -> None:
-    errors = [abs(point.error(shares)) for point, shares in left_out()]
+    errors = [abs(point.error(shares)) for point, shares in cross_validated()]
     assert statistics.median(errors) <= 0.03
     assert statistics.quantiles(errors, n=20)[-1] <= 0.07 and max(errors) <= 0.10
-    shares = {id(point): without for point, without in left_out()}
-    pairs = planner_fit.gains([point for point, _ in left_out()])
+    shares = {id(point): without for point, without in cross_validated()}
+    pairs = planner_fit.gains([point for point, _ in cross_validated()])
     errors = [gain_error(*pair, shares[id(pair[0])]) for pair in pairs]
     assert len(errors) > 40 and max(map(abs, errors)) <= 0.05
 
@@ -109,7 +109,7 @@ def test_most_steps_of_a_class_lie_within_its_bar() -> None:
     few = points("multi", "not fused", "experts", "published")
     geforce = {"RTX 4090": "RTX 5090", "RTX 5090": "RTX 4090"}
     errors = {
-        0.07: [point.error(shares) for point, shares in left_out()],
+        0.07: [point.error(shares) for point, shares in cross_validated()],
         0.15: [point.error(fitted()) for point in few if point.card.error <= 0.15],
         0.25: [
             point.error(fitted(), card_of(other).factor)

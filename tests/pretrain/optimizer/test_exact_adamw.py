@@ -86,7 +86,7 @@ def test_fp32_and_exact_bf16_have_the_bits_of_torchs_adamw() -> None:
                 if (step + 1) % (index + 2) == 0:
                     parameter.grad = None
             adamw.step()
-        assert torch.equal(plain.frozen_counts[1], exact.frozen_counts[1])
+        assert torch.equal(plain.lost_counts[1], exact.lost_counts[1])
         assert equal(fp32, masters)
         assert equal([master(exact, p) for p in bf16], masters)
     for moment in ("step", "exp_avg", "exp_avg_sq"):
@@ -149,13 +149,13 @@ def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     optimizer = ExactAdamW(
         [weight], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, exact=exact
     )
-    frozen = []
+    shares = []
     for _ in range(300):
         set_gradients([weight], [torch.sign(master(optimizer, weight) - 1.01)])
         optimizer.step()
-        lost, total = optimizer.frozen_counts.tolist()
-        frozen.append(lost / total)
-    return sum(frozen) / len(frozen), (master(optimizer, weight) - 1.01).abs().max().item()
+        lost, total = optimizer.lost_counts.tolist()
+        shares.append(lost / total)
+    return sum(shares) / len(shares), (master(optimizer, weight) - 1.01).abs().max().item()
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_invalid_hyperparameters_are_refused_as_by_torch(invalid: dict[str, Any]
 def test_plain_bf16_loses_all_small_updates_and_exact_bf16_none() -> None:
     assert approach(torch.bfloat16, exact=False) == (1.0, pytest.approx(0.01, rel=1e-4))
     for dtype in (torch.bfloat16, torch.float32):
-        frozen, distance = approach(dtype, exact=True)
-        assert frozen == 0 and distance < 1e-3
+        lost_share, distance = approach(dtype, exact=True)
+        assert lost_share == 0 and distance < 1e-3
 
 
 @pytest.mark.parametrize("times", [1, IN_CACHE // 3], ids=["one chunk", "several chunks"])
@@ -195,7 +195,7 @@ def test_zero_updates_are_not_lost_and_lost_decay_counts(times: int) -> None:
         )
         set_gradients(optimizer.param_groups[0]["params"], [gradient])
         optimizer.step()
-        assert optimizer.frozen_counts.tolist() == [count * times for count in expected]
+        assert optimizer.lost_counts.tolist() == [count * times for count in expected]
 
 
 # ── Gradient norm and moments ──

@@ -205,7 +205,7 @@ def test_lost_updates_are_counted_for_bf16_weights_alone() -> None:
         set_learning_rate(optimizer, 1e-6)
         set_gradients(params, loss_gradients([p.detach() for p in params], 0))
         optimizer.step()
-        lost[exact], count = optimizer.frozen_counts.tolist()
+        lost[exact], count = optimizer.lost_counts.tolist()
         assert count == sum(p.numel() for p in params)
     assert lost[True] < 0.01 * count
     assert lost[False] > 0.9 * count

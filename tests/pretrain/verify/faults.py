@@ -236,7 +236,7 @@ def patching(owner: Any, name: str) -> Callable[[Callable[..., Any]], Make]:
 def forget_quantizers(run: SmallRun) -> None:
     """Forget the functions that quantize, which the emulation caches."""
     if emulated(run):
-        run.packed.context.engine.preparation.cache_clear()
+        run.packed.context.engine.operand_quantizer.cache_clear()
 
 
 def quantized(run: SmallRun) -> bool:
