@@ -43,6 +43,8 @@ from pretrain.settings.recipe import Recipe
 
 # Beginning of all messages about the Accelerate configuration.
 _ORIGIN = "Accelerate configuration"
+# Values of `distributed_type` that this project does not support.
+UNSUPPORTED_TYPES = ("DEEPSPEED", "MEGATRON_LM")
 # Values of environment variables that Accelerate interprets as true, in lower case.
 _TRUE = ("true", "1", "yes", "y", "t", "on")
 
@@ -376,7 +378,7 @@ def with_topology(
 
 def _refuse_unsupported(environ: Mapping[str, str]) -> None:
     """Raise InputError for a kind of parallelism that this project does not support."""
-    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+    for kind in UNSUPPORTED_TYPES:
         if is_true(environ, f"ACCELERATE_USE_{kind}"):
             raise InputError(
                 f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "

@@ -31,7 +31,7 @@ from foundation.overrides import overridden
 from foundation.reading import load_yaml
 from foundation.signals import handling
 from pretrain.launch import script
-from pretrain.launch.environment import is_true
+from pretrain.launch.environment import UNSUPPORTED_TYPES, is_true
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -151,7 +151,7 @@ def load_configuration(path: Path) -> dict[str, Any]:
     each other.
     """
     settings = load_yaml(path)
-    if settings.get("distributed_type") in ("DEEPSPEED", "MEGATRON_LM"):
+    if settings.get("distributed_type") in UNSUPPORTED_TYPES:
         raise InputError(
             f"{path}: `distributed_type: {settings['distributed_type']}` is not supported; to "
             "shard the model, choose the configuration zero or fsdp2 in accelerate_configs/"
