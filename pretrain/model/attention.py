@@ -94,7 +94,7 @@ VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # ── Models that are supported ──
 
 
-def check_documents(model: PreTrainedModel) -> None:
+def check_documents(model: PreTrainedModel, separated: Collection[str] = ()) -> None:
     """Raise InputError if the model has parts that mix the tokens of packed documents.
 
     This holds for the attention functions of this project and of transformers. The functions of
@@ -102,21 +102,14 @@ def check_documents(model: PreTrainedModel) -> None:
     models are refused, because only `PackedLanguageModel` separates documents in their layers.
 
     model: the model, on the meta device or not.
+    separated: kinds of layers, other than attention, that keep documents apart.
     """
-    _refuse_mixing(model, _mixing_part(model))
-
-
-def _refuse_mixing(model: PreTrainedModel, refusal: str | None) -> None:
-    """Raise InputError with the reason `refusal`, unless it is None."""
-    if refusal:
+    if refusal := _mixing_part(model, separated):
         raise InputError(f"model: {type(model).__name__} {refusal}; choose another model")
 
 
-def _mixing_part(model: PreTrainedModel, separated: Collection[str] = ()) -> str | None:
-    """Return the reason why the tokens of packed documents would be mixed, or None.
-
-    separated: kinds of layers, other than attention, that keep documents apart.
-    """
+def _mixing_part(model: PreTrainedModel, separated: Collection[str]) -> str | None:
+    """Return the reason why `check_documents` raises InputError, or None."""
     config: Any = model.config
     sees_later = any(getattr(module, "is_causal", None) is False for module in model.modules())
     if config.is_encoder_decoder or sees_later:
@@ -148,7 +141,7 @@ def check(model: PreTrainedModel, length: int) -> None:
         model: The model, on the meta device or not.
         length: Pack length in tokens.
     """
-    _refuse_mixing(model, _mixing_part(model, separated_kinds(model)))
+    check_documents(model, separated_kinds(model))
     if refusal := _unsupported_scores(model) or _unsupported_value(model.config, length):
         raise InputError(f"model: {type(model).__name__} {refusal}")
 
