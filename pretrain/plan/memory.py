@@ -385,8 +385,7 @@ def layers_of(
         keep.
     """
     layers = decoder_layers(model)
-    is_low = active.precision.quantized
-    decisions = decide(model, list(layers.values()), active, devices.capability) if is_low else {}
+    decisions = decide(model, list(layers.values()), active, devices.capability)
     low = quantized_names(decisions)
     not_fused = not_fused_because(
         recipe.model.fused, active, devices.type, getattr(torch, active.precision.compute_dtype)

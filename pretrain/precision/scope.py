@@ -52,10 +52,13 @@ def decide(
     The name of a stack is the name of its parameter: `model.layers.0.mlp.experts.down_proj`. `hf`
     may be on the meta device, because only shapes are read. `layers` are the decoder layers of
     `hf`, in order. `capability` is the CUDA compute capability of the device that computes. The
-    default is the capability of this machine's GPU, or Hopper's if the machine has no GPU.
+    default is the capability of this machine's GPU, or Hopper's if the machine has no GPU. The
+    result is empty if the precision does not quantize.
     """
     precision = active.precision
     settings = active.settings
+    if not precision.quantized:
+        return {}
     excluded = hf.get_output_embeddings() if settings.scope == "linear" else None
     first, last = active.kept_layers(len(layers))
     kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]

@@ -210,10 +210,9 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
         evaluates_low=first.settings.use_autocast_during_eval,
     )
     layers = decoder_layers(hf)
-    decisions: dict[str, Mapping[str, Decision]] = {}
-    for active in job.plan.precisions:
-        quantized = active.precision.quantized
-        decisions[active.name] = decide(hf, list(layers.values()), active) if quantized else {}
+    decisions = {
+        active.name: decide(hf, list(layers.values()), active) for active in job.plan.precisions
+    }
     fused, about_fusing = _fuse(job, layers, decisions, context, device.type)
     model = PackedLanguageModel(hf, job.plan.attention.name, job.plan.loss, context, fused)
     for active in job.plan.precisions:

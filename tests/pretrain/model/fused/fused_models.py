@@ -160,7 +160,7 @@ def assemble(
     hf = build(config, torch.float32, device, backend)
     model.round_weights(hf, weights)
     layers = model.decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
+    decisions = decide(hf, list(layers.values()), active)
     engines = make_engines([active], torch.device(device))
     context = PrecisionContext(torch.bfloat16, engines, active)
     loss = loss or LossSettings(chunk=64)
