@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lab.compare.fairness import (
-    loss_differences,
-    recipe_of,
-    why_not_paired,
-)
+from lab.compare.fairness import loss_differences, why_not_paired
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, end_begins
 from pretrain.settings.config import RECORDS, settings_without
 
@@ -217,7 +213,7 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 def _settings(run: RunRecord) -> dict[str, Any]:
     """Return the properties that must be equal in all runs of a group, by dotted key."""
     return {
-        **settings_without(recipe_of(run), _WITHIN),
+        **settings_without(run.recipe, _WITHIN),
         "precision": run.precision,
         "backend": run.engine,
         "data.fingerprint": run.data_fingerprint,

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.settings import parse
 from foundation.units import wrap
 from pretrain.checkpoint.state import changed_keys
 from pretrain.metrics.run_record import (
@@ -28,7 +27,6 @@ from pretrain.metrics.run_record import (
 )
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import SOURCE, identity_of
-from pretrain.settings.recipe import Recipe
 
 # Keys, and prefixes of keys, that tables show only if their values differ between the runs.
 _SHOWN_IF_DIFFERENT = ("fp8_config.", "optimizer.moments", "optimizer.gradients")
@@ -41,11 +39,6 @@ SAME_TEXT = ("data.", "batch.", "seed")
 # Keys of `fp8_config` that choose the engine and change no arithmetic. Tables do not show these
 # keys. Instead, tables show the engine that the audit has observed.
 _ENGINE = ("fp8_config.backend", "fp8_config.on_unsupported")
-
-
-def recipe_of(run: RunRecord) -> Recipe:
-    """Return the recipe in a run's config.yaml."""
-    return parse(Recipe, run.config, str(run.path / "config.yaml"))
 
 
 def settings_of(run: RunRecord) -> dict[str, Any]:
@@ -71,7 +64,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
             f"{run.path}: the files of this run have no `data_fingerprint`, so the run cannot be "
             "compared; train it again, or remove it from the command line"
         )
-    recipe = recipe_of(run)
+    recipe = run.recipe
     identity = {
         **identity_of(recipe, run.data_fingerprint),
         **run.source_config,

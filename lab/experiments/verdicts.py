@@ -27,7 +27,6 @@ from lab.compare.differences import (
     LossDifference,
     Sample,
 )
-from lab.compare.fairness import recipe_of
 from lab.experiments.protocol import MOST_SEEDS, Protocol, Round, Rounds
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
@@ -256,7 +255,7 @@ def loss_slope(run: RunRecord) -> float:
     steps, losses = run.curve("loss")
     first = int(steps[0])
     last = int(steps[-1])
-    decay_begins = schedule.decay_begins(recipe_of(run).schedule, last) or last
+    decay_begins = schedule.decay_begins(run.recipe.schedule, last) or last
     fit_end = max(decay_begins, (first + last) / 2)
     is_fitted = (steps > 0.3 * fit_end) & (steps <= fit_end) & np.isfinite(losses)
     # Divide the steps by the last step. The slope of the fitted curve at the last step is then

@@ -22,11 +22,13 @@ import numpy as np
 
 from foundation.errors import InputError, as_input_error
 from foundation.reading import load_object, load_yaml
-from foundation.settings import flatten
+from foundation.settings import flatten, parse
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision.settings import label
+from pretrain.settings.config import CONFIG_FILE
+from pretrain.settings.recipe import Recipe
 
 # Number of steps at the start of a run that are excluded from medians. In these steps, the run
 # compiles, allocates and autotunes.
@@ -177,6 +179,11 @@ class RunRecord:
     def name(self) -> str:
         """Return the name of the run folder."""
         return self.path.resolve().name
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the recipe in config.yaml. Raises InputError if its settings are not valid."""
+        return parse(Recipe, self.config, str(self.path / CONFIG_FILE))
 
     @property
     def steps(self) -> list[dict[str, Any]]:

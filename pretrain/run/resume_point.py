@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import newest_in
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
@@ -26,7 +25,7 @@ from pretrain.metrics.run_record import NoStepYet, as_text, read_run
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
-from pretrain.settings.recipe import Recipe, ScheduleSettings
+from pretrain.settings.recipe import ScheduleSettings
 
 # Beginnings of the keys that determine the learning rates, except for the peak.
 _SCHEDULE = ("schedule.", *HORIZON)
@@ -361,8 +360,7 @@ def require_no_other_training(job: Job) -> None:
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
-        trained = identity_of(recipe, run.data_fingerprint or "")
+        trained = identity_of(run.recipe, run.data_fingerprint or "")
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
                 f"{job.run_dir}: the folder contains another training, which differs in "
