@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from packing.batch import Microbatch, StepBatches
 from pretrain.model import attention
 from pretrain.model.distributed import take_from_first_rank
-from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.fused.layers import NO_FUSED_LAYERS, FusedLayers
 from pretrain.model.gradients import RankSums
 from pretrain.model.hybrids.families import separate_documents
 from pretrain.model.loss.head import LossHead
@@ -41,7 +41,7 @@ class PackedLanguageModel(nn.Module):
         attention: Name of the attention implementation, such as "packed_varlen".
         loss: Settings of the loss, and of the penalty on distributions that are not sharp.
         context: Precision shared by all low-precision modules. By default nothing is quantized.
-        fused: The fused decoder layers, or None if no layer is fused.
+        fused: The fused decoder layers.
 
     Attributes:
         rank_sums: Sums gradients over ranks that each have the complete model. None under FSDP2 and
@@ -56,7 +56,7 @@ class PackedLanguageModel(nn.Module):
         attention: str,
         loss: LossSettings,
         context: PrecisionContext | None = None,
-        fused: FusedLayers | None = None,
+        fused: FusedLayers = NO_FUSED_LAYERS,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -88,8 +88,7 @@ class PackedLanguageModel(nn.Module):
         """
         engines = self.context.engines.values()
         quantized = [gemm for engine in engines for gemm in engine.gemms.values()]
-        products = self.fused.products if self.fused else []
-        return [*quantized, *(product.plain for product in products)]
+        return [*quantized, *(product.plain for product in self.fused.products)]
 
     def forward(
         self,

@@ -28,7 +28,12 @@ from pretrain.model.fused.arithmetic import (
     TransformerEngineArithmetic,
 )
 from pretrain.model.fused.half_layers import HalfFusedLayer, can_fuse_mlp
-from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
+from pretrain.model.fused.layers import (
+    NO_FUSED_LAYERS,
+    FusedLayer,
+    FusedLayers,
+    assess_layer,
+)
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
@@ -125,14 +130,14 @@ def fuse(
             reasons[name] = reason
     for name, forward in fused.items():
         layers[name].forward = forward
-    return FusedLayers(fused, reasons, arithmetic)
+    return FusedLayers(fused, reasons)
 
 
 def convert(
     hf: PreTrainedModel,
     decisions: Mapping[str, Decision],
     context: PrecisionContext,
-    fused: FusedLayers | None = None,
+    fused: FusedLayers = NO_FUSED_LAYERS,
 ) -> None:
     """Prepare the model for the context's current precision, in place. Call it for each precision.
 
@@ -144,13 +149,8 @@ def convert(
     """
     group_experts(hf, context)
     quantized = quantized_names(decisions)
-    if fused:
-        members = fused.members
-        products = fused.products
-    else:
-        members = {}
-        products = []
-    for product in products:
+    members = fused.members
+    for product in fused.products:
         # `fuse` stacks only linear layers that are all quantized, or all unquantized.
         if product.members[0] in quantized:
             sizes = [features_of(linear) for linear in product.linears]
@@ -222,7 +222,7 @@ def wrappers_of(
             wrappers[module].append(partial(replaced, function=_layer_norm))
     # If all layers are fused, only the final norm could be compiled. torch has a fused kernel for
     # this norm, so nothing is compiled, and torch's compiler is not imported.
-    replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
+    replaces_norms = compile_layers and packed.fused.are_complete
     compiles = compile_layers and not replaces_norms
     for unit in _units(packed.hf.base_model):
         # Models whose layers are all fused have embeddings, layers, and a final norm.

@@ -65,9 +65,9 @@ def audit_products(
     of its products did not run, if a parameter is not trained, or if FSDP2 rounds gradients.
     """
     active = packed.context.current
-    fused = packed.fused.members if packed.fused else {}
+    fused = packed.fused.members
     routers = {module for router in packed.routing.routers for module in router.modules()}
-    low = quantized_names(decisions) if active.precision.quantized else set()
+    low = quantized_names(decisions)
     multiplied = _multiplied(packed.hf)
     # The forward of a module should compute only the product with its weight. A low-precision LM
     # head is an exception, because its forward may also multiply operands by a Hadamard matrix.

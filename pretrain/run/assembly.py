@@ -21,7 +21,7 @@ from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import shard, take_from_first_rank
-from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.fused.layers import NO_FUSED_LAYERS, FusedLayers
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import (
     build,
@@ -238,13 +238,13 @@ def _fuse(
     decisions: Mapping[str, Mapping[str, Decision]],
     context: PrecisionContext,
     device_type: str,
-) -> tuple[FusedLayers | None, str]:
+) -> tuple[FusedLayers, str]:
     """Fuse the layers that support it. Return the fused layers and a text for the audit.
 
     layers: map names to the decoder layers.
     decisions: map the name of each precision of the run to its decisions.
 
-    The first value is None if no layer was fused. In this case the text contains the reason.
+    If no layer was fused, the text contains the reason.
     """
     # Sort quantized precisions first. In all precisions, the fused layers use the arithmetic that
     # is chosen for the first precision of this list. If several precisions do not support fusing,
@@ -255,12 +255,12 @@ def _fuse(
     setting = job.recipe.model.fused
     for active in quantized_first:
         if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
-            return None, reason
+            return NO_FUSED_LAYERS, reason
     arithmetic = choose_arithmetic(
         quantized_first[0], device_type, context, keeps_rotated=job.plan.keeps_rotated
     )
     fused = fuse(layers, decisions, arithmetic)
-    return fused if fused.layers else None, fused.describe()
+    return fused, fused.describe()
 
 
 def place_model(job: Job, built: Built, converted: Converted, accelerator: Accelerator) -> Assembly:
@@ -294,7 +294,7 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
     Call this when the model is on its devices.
     """
     dtype = getattr(torch, WEIGHT_DTYPES[job.recipe.gradients_kept_in])
-    stacks = packed.fused.stacks if packed.fused else ()
+    stacks = packed.fused.stacks
     if accelerator.is_fsdp2:
         # FSDP2 has sharded the parameters. `Sharding` allocates the sums for its groups of
         # parameters. FSDP2 reduces the sums over ranks.
@@ -309,7 +309,7 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
             packed.rank_sums = RankSums(packed.parameters())
 
 
-def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
+def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers) -> bool:
     """Return whether gradients must be summed in buffers of our own.
 
     Autograd adds up gradients in the dtype of the parameters. Buffers are needed if the sums have
@@ -321,7 +321,7 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     # `plan.emulated` is True if any phase of the run is emulated, even if this process does not
     # train that phase. So a run that is resumed in another phase sums gradients in the same way.
     emulates = job.plan.emulated and stored_in == "fp32"
-    return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
+    return other_dtype or emulates or bool(fused.layers) or accelerator.num_processes > 1
 
 
 def set_weights(
@@ -387,7 +387,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.shapes.config.vocab_size)
-        if packed.context.engine is None and packed.fused is None:
+        if packed.context.engine is None and not packed.fused.layers:
             batch = first_tokens(batch, UNQUANTIZED_TOKENS)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
@@ -429,7 +429,7 @@ def describe_shared_audit(
     compiles: True if torch.compile compiles the layers that are not fused.
     """
     compiled = "each layer"
-    if not compiles or (packed.fused and not packed.fused.left_out):
+    if not compiles or packed.fused.are_complete:
         compiled = "nothing"
     elif packed.context.engines:
         compiled = "each layer, between its low-precision products"

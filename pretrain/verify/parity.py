@@ -206,11 +206,10 @@ def check_parity(
         return parity
     finally:
         clear_gradients(optimizer, model)
-        if model.fused:
-            # Free the cached weights of the unquantized path, because it is possible that training
-            # never uses this path.
-            for product in model.fused.products:
-                product.plain.drop_weight()
+        # Free the cached weights of the unquantized path of fused layers, because it is possible
+        # that training never uses this path.
+        for product in model.fused.products:
+            product.plain.drop_weight()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             # The peak memory that the run reports must not include this comparison.

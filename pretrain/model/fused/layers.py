@@ -218,18 +218,21 @@ def mixed_stack(
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """The fused layers of one model.
+    """The fused layers of one model, which may have none.
 
     Attributes:
         layers: Map the name of each layer in the model to its fused forward, which may fuse only
             the MLP.
         left_out: Map the name of each layer that is not fused completely to the reason.
-        arithmetic: The arithmetic that all fused layers use.
     """
 
     layers: Mapping[str, FusedLayer]
     left_out: Mapping[str, str]
-    arithmetic: Arithmetic
+
+    @property
+    def are_complete(self) -> bool:
+        """True if every decoder layer of the model is fused completely."""
+        return bool(self.layers) and not self.left_out
 
     @property
     def products(self) -> list[StackedLinear]:
@@ -255,12 +258,15 @@ class FusedLayers:
 
         Example: "28 of 28 layers, queries and keys kept for backward".
         """
-        fused = len(self.layers.keys() - self.left_out.keys())
+        fused = [layer for name, layer in self.layers.items() if name not in self.left_out]
         reasons = Counter(self.left_out.values())
         rest = "".join(f"; {count} not completely: {reason}" for reason, count in reasons.items())
-        is_kept = self.arithmetic.keeps_rotated and fused
+        is_kept = any(layer.arithmetic.keeps_rotated for layer in fused)
         kept = ", queries and keys kept for backward" if is_kept else ""
-        return f"{fused} of {fused + len(self.left_out)} layers{kept}{rest}"
+        return f"{len(fused)} of {len(fused) + len(self.left_out)} layers{kept}{rest}"
+
+
+NO_FUSED_LAYERS = FusedLayers({}, {})
 
 
 def stacked_linears(

@@ -167,7 +167,7 @@ def test_captured_weights_stay_at_their_addresses_after_a_reset(
     packed = assemble("qwen3")
     graphs = make_graphs("on", pytest.fail)
     forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
-    assert packed.fused
+    assert packed.fused.layers
     addresses = [product.plain.weight.data_ptr() for product in packed.fused.products]
     packed.context.go_back(packed.context.copied_state())
     for product in packed.fused.products:
@@ -193,7 +193,7 @@ def test_dropped_graphs_and_weights_are_made_again(
     actual = trained(packed, accelerator, graphs.compute)
     graphs.drop()
     assert not graphs.captured
-    assert packed.fused
+    assert packed.fused.layers
     for product in packed.fused.products:
         product.plain.drop_weight()
         assert product.plain.weight is None

@@ -105,8 +105,9 @@ def another_base(run: SmallRun, patch: Patch) -> None:
 
 def in_torch(run: SmallRun) -> bool:
     """Return whether the run has fused layers that use torch operations."""
-    return run.packed.fused is not None and not isinstance(
-        run.packed.fused.arithmetic, arithmetic.TransformerEngineArithmetic
+    layers = list(run.packed.fused.layers.values())
+    return bool(layers) and not isinstance(
+        layers[0].arithmetic, arithmetic.TransformerEngineArithmetic
     )
 
 
@@ -146,7 +147,7 @@ def layer_skipped(run: SmallRun, patch: Patch) -> None:
 
 
 def in_two_layers(run: SmallRun) -> bool:
-    return len(run.layers) > 1 and run.packed.fused is None
+    return len(run.layers) > 1 and not run.packed.fused.layers
 
 
 def changing_attention_of_one_layer(change: Callable[..., dict[str, Any]]) -> Make:
@@ -421,7 +422,7 @@ def norms_decay(run: SmallRun, patch: Patch) -> None:
 
 @fault_of_update(
     "a weight's cached copy is stale in every second step",
-    lambda run: quantized(run) or bool(run.packed.fused and run.has_copies),
+    lambda run: quantized(run) or bool(run.packed.fused.layers and run.has_copies),
 )
 def stale_copy(run: SmallRun, patch: Patch) -> None:
     updates = [0]
@@ -495,9 +496,7 @@ def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
     if table.weight.dtype == torch.bfloat16:
         # The replaced forward adds an embedding's rows to FP32 sums only.
         vars(table).pop("forward", None)
-    gradients.attach_main_gradients(
-        run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ()
-    )
+    gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks)
 
 
 def round_to_bf16(run: SmallRun) -> None:

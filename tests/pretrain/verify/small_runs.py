@@ -277,7 +277,7 @@ def prepare(packed: PackedLanguageModel, accelerator: Accelerator) -> PackedLang
     if accelerator.is_fsdp2:
         shard(accelerator, packed, packed.context.compute_dtype, once_a_step=once_a_step)
     # Sharding has replaced the parameters.
-    stacks = packed.fused.stacks if packed.fused else ()
+    stacks = packed.fused.stacks
     if accelerator.is_fsdp2:
         packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=once_a_step)
     else:

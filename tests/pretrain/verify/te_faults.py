@@ -49,7 +49,7 @@ def blocks_on_te(run: SmallRun) -> bool:
 
 
 def fused_on_te(run: SmallRun) -> bool:
-    return on_te(run) and run.packed.fused is not None
+    return on_te(run) and bool(run.packed.fused.layers)
 
 
 def with_changed(

@@ -172,7 +172,7 @@ def assemble(
         trained.fused = fuse(layers, {active.name: decisions}, arithmetic)
         assert trained.fused.layers.keys() == layers.keys()
     convert(hf, decisions, context, trained.fused)
-    attach_main_gradients(trained, torch.float32, trained.fused.stacks if fused else ())
+    attach_main_gradients(trained, torch.float32, trained.fused.stacks)
     settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
     cast_to = torch.bfloat16 if weights == torch.float32 else None
     wrap_layers(trained, settings, cast_to=cast_to, compile_layers=False)

@@ -105,7 +105,7 @@ def test_rotation_and_attention_may_be_one_node(name: str, backend: str) -> None
     with torch.no_grad():
         assert one_node(**inputs()).item() / 1000 == pytest.approx(expected_loss, rel=1e-6)
     saving = packed(build(ARCHITECTURES[name], backend=backend))
-    saving.fused.arithmetic.keeps_rotated = True
+    next(iter(saving.fused.layers.values())).arithmetic.keeps_rotated = True
     saving_loss, saving_gradients = one_pass(saving)
     assert saving_loss == loss
     for parameter, gradient in saving_gradients.items():
