@@ -24,7 +24,7 @@ from packing.prepare import check_sources
 from pretrain.launch.launcher import Launch
 from pretrain.launch.processes import (
     POLL_SECONDS,
-    Training,
+    BackgroundTraining,
     check_log,
     is_training,
     start_training,
@@ -63,7 +63,7 @@ class StartedCell:
     """A cell and its training."""
 
     cell: Cell
-    training: Training
+    training: BackgroundTraining
     # Index of the group of GPUs that the processes use. None if cells are not distributed over
     # GPUs.
     slot: int | None

@@ -41,7 +41,7 @@ PRELOADED = ["pretrain.launch.preloaded"]
 _FORKS = multiprocessing.get_context("forkserver")
 
 
-class Training:
+class BackgroundTraining:
     """A training in the background.
 
     Args:
@@ -83,7 +83,7 @@ class Training:
         return 1 if returncode is None else launcher.exit_status(returncode)
 
 
-def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
+def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> BackgroundTraining:
     """Start a training in the background.
 
     The training runs in a fork of a server process. The first call starts the server, and waits
@@ -112,7 +112,7 @@ def start_training(launch: Launch, environment: Mapping[str, str], log: Path) ->
     except (EOFError, OSError) as error:
         with log.open("a") as file:
             file.write(f"error: the training was not started: {one_line(error, named=True)}\n")
-    return Training(process, log)
+    return BackgroundTraining(process, log)
 
 
 def _socket_folder() -> str:

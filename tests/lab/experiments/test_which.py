@@ -26,7 +26,7 @@ from lab.experiments.verdicts import NO_GAIN, Verdict, verdict_of, verdicts_afte
 from lab.experiments.which_answer import answer, conditions
 from lab.experiments.which_trainings import candidate_of
 from pretrain.launch.launcher import Launch
-from pretrain.launch.processes import Training
+from pretrain.launch.processes import BackgroundTraining
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -54,7 +54,9 @@ def test_a_question_is_answered_and_resumed(
     start_training = matrix_run.start_training
     to_kill = ["trial/current.log", "trial/current+head.log", "rounds/fp32-seed=42.log"]
 
-    def start_and_kill_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+    def start_and_kill_once(
+        launch: Launch, environment: dict[str, str], log: Path
+    ) -> BackgroundTraining:
         training = start_training(launch, environment, log)
         if to_kill and str(log).endswith(to_kill[0]):
             training.signal(signal.SIGKILL)

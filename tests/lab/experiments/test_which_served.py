@@ -19,7 +19,7 @@ from lab.experiments.protocol import Protocol
 from lab.experiments.verdicts import USE, Verdict
 from lab.experiments.which_answer import answer
 from pretrain.launch.launcher import CONFIGURATIONS, Launch
-from pretrain.launch.processes import Training
+from pretrain.launch.processes import BackgroundTraining
 from pretrain.plan.checks import check_settings
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
@@ -84,7 +84,9 @@ def test_candidates_are_judged_as_served_and_resumed(
     start_training = matrix_run.start_training
     to_stop = ["rounds/mean-seed=42.log"]
 
-    def start_and_stop_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+    def start_and_stop_once(
+        launch: Launch, environment: dict[str, str], log: Path
+    ) -> BackgroundTraining:
         training = start_training(launch, environment, log)
         if to_stop and str(log).endswith(to_stop[0]):
             del to_stop[0]
