@@ -192,11 +192,6 @@ def is_zero_centered(norm: nn.Module) -> bool:
     return type(norm).__name__ in ("Qwen3_5RMSNorm", "Qwen3NextRMSNorm")
 
 
-def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
-    """Return the weight of an RMSNorm, or the weight and the bias of an nn.LayerNorm."""
-    return list(norm.parameters(recurse=False))
-
-
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
     parts = [require_not_freed(parameter.detach()) for parameter in parameters]
     view = _rows_of_one(parts)
@@ -249,7 +244,7 @@ class Arithmetic:
         Weight and bias are cast to the compute dtype, as in unfused layers.
         """
         dtype = self.context.compute_dtype
-        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
+        weight, *biases = (parameter.detach().to(dtype) for parameter in norm.parameters())
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         return weight, biases[0] if biases else None, eps
 

@@ -25,12 +25,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import ATTENTION_KERNELS, AttentionKernels
-from pretrain.model.fused.arithmetic import (
-    Arithmetic,
-    StackedLinear,
-    StackedPass,
-    parameters_of,
-)
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear, StackedPass
 from pretrain.model.fused.formulas import ACTIVATIONS, HeadNorms, Heads
 from pretrain.model.gradients import Summed
 
@@ -330,7 +325,7 @@ class FusedLayer:
         Its backward computes their gradients in the same order.
         """
         of_heads = (norm.weight for norm in self.parts.head_norms)
-        return [*parameters_of(self.parts.norms[0]), *of_heads, *self.qkv.biases]
+        return [*self.parts.norms[0].parameters(), *of_heads, *self.qkv.biases]
 
     @property
     def mlp_vectors(self) -> list[Summed]:
@@ -339,7 +334,7 @@ class FusedLayer:
         Its backward computes their gradients in the same order.
         """
         biases = (bias for product in self.after_attention for bias in product.biases)
-        return [*parameters_of(self.mlp_norm), *biases]
+        return [*self.mlp_norm.parameters(), *biases]
 
     @property
     def after_attention(self) -> tuple[StackedLinear, ...]:
