@@ -53,7 +53,9 @@ CHANGED_LOGITS = {
     "hyperclovax": {"logits_scaling": 0.3},
     "nanochat": {"final_logit_softcapping": 1.5},
     "gemma3_text": CAPS,
-    "gemma4_text": WINDOW | {"final_logit_softcapping": 1.5},
+    "gemma4_text": WINDOW
+    | {"final_logit_softcapping": 1.5}
+    | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "beam": {"final_logit_softcapping": 1.5},
 }
 TYPES = CHANGED_SCORES | CHANGED_LOGITS
