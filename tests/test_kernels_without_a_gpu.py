@@ -209,7 +209,8 @@ def experts(kernel: Any) -> None:
 
 
 def orthogonalization(kernel: Any) -> None:
-    tall = torch.zeros(2, 512, 256, dtype=torch.half)
+    # Torch multiplies FP16 matrices slowly on a CPU.
+    tall = torch.zeros(1, 64, 256, dtype=torch.half)
     for matrices in (tall, tall.mT.contiguous().mT):
         kernel.newton_schulz(matrices, (3.0, 4.0, 5.0))
 
@@ -268,7 +269,7 @@ INTERPRETED = ["kernels", "kernel_table", "attention", "triton_arithmetic", "exa
             "tests/gpu/test_kernels_gpu.py",
             "tests/gpu/test_kernel_table_gpu.py",
             "-k",
-            "those_of_the_formula and experts or optimizer_reads",
+            "those_of_the_formula and experts and not 2048 or optimizer_reads",
         ],
         pytest.param(
             [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED], marks=pytest.mark.nightly

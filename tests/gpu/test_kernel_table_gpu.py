@@ -82,7 +82,7 @@ def test_a_kernel_moves_each_input_and_each_result_once(
 def test_the_optimizer_reads_and_writes_all_but_the_gradient() -> None:
     weights = HIDDEN * WIDTH
     # Weight, remainder and two moments are read and written. The gradient is FP32.
-    assert moved(LLAMA, 64)["optimizer"] == weights * (2 * (2 + 2 + 4 + 4) + 4) + 8
+    assert moved(LLAMA, 32)["optimizer"] == weights * (2 * (2 + 2 + 4 + 4) + 4) + 8
 
 
 @pytest.mark.parametrize("mean", kernels.LOG_MEANS)
