@@ -23,7 +23,7 @@ from pretrain.model.huggingface import build, build_on_meta
 from pretrain.model.hybrids import families, kernels, mixing
 from pretrain.model.hybrids.families import mixers
 from pretrain.settings.recipe import ModelSettings
-from tests.conftest import Finished
+from tests.conftest import PACK_LENGTH, Finished
 from tests.golden.runs import tensors_of
 from tests.pretrain.model.test_all_model_types import packed_model
 from tests.pretrain.optimizer.test_model_types import small_config
@@ -37,6 +37,8 @@ def recipe_of(recipe_for: Callable, tmp_path: Path) -> Callable[[str], dict[str,
         small_config(kind).save_pretrained(tmp_path / "model")
         model = {"source": str(tmp_path / "model"), "from_scratch": True}
         changes = {"model": model, "train": {"steps": 4}, "checkpoint": {"every": 2}}
+        # Two microbatches of two packs.
+        changes["batch"] = {"tokens": 4 * PACK_LENGTH, "microbatch": 2}
         return recipe_for(tmp_path / "run") | changes | {"evaluate": {}, "parity": True}
 
     return recipe
