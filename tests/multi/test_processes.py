@@ -20,13 +20,14 @@ from tests.launcher.conftest import EXPERTS
 
 pytestmark = pytest.mark.multi
 
-MUON = ("optimizer.name=muon", "log.fp8_statistics=2")
+# Runs that no test resumes.
+SHORT = ("train.steps=4", "checkpoint.every=2")
+MUON = (*SHORT, "optimizer.name=muon", "log.fp8_statistics=2")
 LOW = (
+    *SHORT,
     "precision=current",
     "fp8_config.on_unsupported=emulate",
     "weights=bf16_exact",
-    "train.steps=4",
-    "checkpoint.every=2",
 )
 # A model with a gated delta rule in its first layer, and attention in the second.
 HYBRID = (
@@ -60,7 +61,11 @@ AS_ONE: dict[str, tuple[str, tuple[str, ...], dict[str, float]]] = {
     "Muon's codes": ("fsdp2", (*MUON, *LOW), {"loss": 1e-3}),
     "experts": ("fsdp2", (EXPERTS, *LOW, *SERVED), LOW_CURVE),
     "a hybrid's shards": ("fsdp2", (*HYBRID, *LOW, *CHECKED), {"loss": 1e-3}),
-    "a fused hybrid's shards": ("fsdp2", (*HYBRID, "model.fused=on", *CHECKED), EXACT_CURVE),
+    "a fused hybrid's shards": (
+        "fsdp2",
+        (*HYBRID, *SHORT, "model.fused=on", *CHECKED),
+        EXACT_CURVE,
+    ),
     "shards of sinks": ("fsdp2", (*SINKS, *LOW, *CHECKED), {"loss": 1e-3}),
 }
 
@@ -73,12 +78,17 @@ EIGHT_STEPS = ("train.steps=8", "model.config.num_hidden_layers=2")
 def trained(
     start_here: Callable, recipe_for: Callable, tmp_path_factory: Any
 ) -> Callable[..., Finished]:
-    """Function that trains with settings once. With `topology`, two ranks train."""
+    """Function that trains with settings once. With `topology`, two ranks train.
+
+    One process trains without parity, which many other tests check in one process.
+    """
     folder = tmp_path_factory.mktemp("processes")
 
     @cache
     def train(topology: str | None, settings: tuple[str, ...]) -> Finished:
         recipe = recipe_for(folder / f"run-{len([*folder.glob('run-*')])}")
+        if topology is None:
+            settings = tuple(setting for setting in settings if setting not in CHECKED)
         return start_here(recipe, folder, *EIGHT_STEPS, *settings, topology=topology).done()
 
     return train
