@@ -348,6 +348,7 @@ def t_quantile(freedom: int, error: float) -> float:
 
 def mean_cost(costs: Sequence[Cost]) -> Cost:
     """Return the mean of the costs in several comparisons, with an interval over them."""
+    # The costs are in percent of BF16's loss, so that loss is 100.
     percent = {index: cost.mean for index, cost in enumerate(costs)}
     return fixed_cost(LossDifference(percent, baseline=100.0), 1 - CONFIDENCE, is_tested=False)
 

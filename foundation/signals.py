@@ -42,11 +42,12 @@ def end_on_ctrl_c() -> None:
 
 @contextmanager
 def raising_on_ctrl_c() -> Iterator[None]:
-    """Context manager in which Ctrl-C raises KeyboardInterrupt, if it would end this process.
+    """Return a context manager in which Ctrl-C raises KeyboardInterrupt.
 
-    Use it around the last statement of a process, because its signal handler is not removed.
-    After Ctrl-C, KeyboardInterrupt also replaces every other end of the caller's `with` statement.
-    Some packages catch an exception that interrupts their import, and then fail with another one.
+    If SIGINT has another handler than the default one, the handler stays. Use the context manager
+    for the last statement of a process, because it does not restore the default handler. The
+    statement then always ends with KeyboardInterrupt after Ctrl-C. Without this rule, a package
+    could catch the KeyboardInterrupt that interrupts its import, and fail with another exception.
     """
     received: list[int] = []
 

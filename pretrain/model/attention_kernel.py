@@ -49,10 +49,10 @@ _MASKED = tl.constexpr(-(2.0**100))
 
 @triton.jit
 def _load(tiles, head, token, rows: tl.constexpr, dim: tl.constexpr):
-    """Load a tile as [rows, dim]. `head` and `token` are its first head and its first token.
+    """Return a tile of `tiles` as [rows, dim].
 
-    A tile has the rows of its first head, then those of the next one. Values of tokens that do not
-    exist are 0.
+    The tile begins with the head `head` and the token `token`. All tokens of a head precede those
+    of the next head. Values of tokens that do not exist are 0.
     """
     return tl.reshape(tiles.load([head, token, 0]), [rows, dim])
 

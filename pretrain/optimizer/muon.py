@@ -242,9 +242,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _uses_kernel(x: Tensor) -> bool:
-    """Return True if the Triton kernel supports wide matrices `x`, and is faster than torch.
+    """Return whether the Triton kernel orthogonalizes `x`. Torch computes all other matrices.
 
-    x: [matrices, rows, columns], with at most as many rows as columns.
+    x: matrices [matrices, rows, columns], which have no more rows than columns.
     """
     matrices, rows, columns = x.shape
     # The kernel has no partial tiles. Small matrices have too few tiles for a GPU.

@@ -137,11 +137,10 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
 
 
 def shortest_phases(names: Sequence[str]) -> Any:
-    """Return a `precision` setting that uses the precisions `names` one after the other.
+    """Return a `precision` setting with one phase for each of the precisions `names`.
 
-    It is for runs that need all these precisions, but in which the lengths of the phases do not
-    matter: an evaluation, or a trial of a few steps. The first phase has two steps, the last phase
-    has the rest of the steps, and all others have one step.
+    Use it for an evaluation or a short trial, which needs all precisions in a few steps. The first
+    phase has two steps, the last phase has the rest of the steps, and all others have one step.
     """
     *earlier, last = names
     phases = [{"use": name, "until": step} for step, name in enumerate(earlier, start=2)]
