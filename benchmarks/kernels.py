@@ -36,7 +36,7 @@ from foundation.files import write_json
 from foundation.units import TERA
 from packing.arrow import IGNORE
 from packing.batch import OFFSETS_MULTIPLE
-from pretrain.model import attention
+from pretrain.model import attention, attention_backends
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
@@ -271,11 +271,11 @@ def attentions(model: Model, inputs: Inputs) -> Iterator[Kernel]:
     heads = model.heads
     q, k, v = (tensor.contiguous() for tensor in heads.split(inputs.rows(heads.width)))
     d_output = torch.randn_like(q)
-    case = attention.Case(inputs.device, heads.dim, BF16)
+    case = attention_backends.Case(inputs.device, heads.dim, BF16)
     for mean, log_mean in LOG_MEANS.items():
         sizes = document_sizes(inputs.tokens, log_mean)
         weighted_mean = float(np.square(sizes).sum() / inputs.tokens)
-        name = attention.choose("auto", case, weighted_mean).name
+        name = attention_backends.choose("auto", case, weighted_mean).name
         documents = attention.documents_for(name, ends_of(sizes, inputs), PACK, inputs.tokens)
         rest = (documents, PACK, heads.dim**-0.5)
         columns = {"attention": name, "documents": len(sizes), "weighted_mean": weighted_mean}

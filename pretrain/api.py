@@ -47,7 +47,7 @@ from packing.settings import DataSettings
 from packing.store import find_splits
 from packing.store import open_packs as open_split
 from packing.stream import order_of
-from pretrain.model import attention
+from pretrain.model import attention_support
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert as convert_linears
 from pretrain.observe.model_audit import Audit, Batch, Product, audit, backward_of
@@ -398,7 +398,7 @@ def open_packs(
 def _check_packs(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raise InputError if the model would mix the documents of a batch of packs."""
     if "cu_seq_lens_q" in batch:
-        attention.check_documents(model)
+        attention_support.check_documents(model)
 
 
 # ── Comparison with plain transformers ────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import cards_in
-from pretrain.model.attention import Case, refusal_of
+from pretrain.model.attention_backends import Case, refusal_of
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import KEPT_FREE, Plan, Training, plan_for
 from pretrain.precision.formats.definition import QuantizedPrecision

@@ -1,8 +1,8 @@
 """Packed attention: each token attends only to tokens of its own document.
 
-A model that is built with `attn_implementation=choose(...).name` calls one of the functions of this
-module in each layer. The attention registry of transformers passes q, k, v and the keyword
-arguments of the model's forward to the function:
+A model that is built with `attn_implementation="packed_sdpa"`, or with another name that this
+module registers, calls the function of this name in each layer. The attention registry of
+transformers passes q, k, v and the keyword arguments of the model's forward to the function:
 
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
                   cu_seqlens=..., max_seqlen=..., documents=...)
@@ -23,8 +23,7 @@ operators of torch add autograd to them. In all of them, queries q and the outpu
 keys k and values v are [T, KV, D], for T tokens, H query heads, KV key heads and D values in a
 head. Attention is causal in each document, and `scale` is the factor of q k^T.
 
-`BACKENDS`, at the end of the file, has the conditions of each backend. `choose` returns the fastest
-backend that can run.
+`attention_backends.choose` returns the name of the fastest function that can run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from types import ModuleType
@@ -42,39 +41,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import (
-    AttentionInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface
 
 from foundation.errors import InputError
 from foundation.files import CACHE
-from pretrain.model.hybrids.families import separated_kinds
-from pretrain.model.scores import (
-    WITH_SINKS,
-    Scores,
-    flash_documents,
-    flash_scores,
-    no_kernel_message,
-    scores_obstacle,
-    sink_in,
-    unsupported_cap,
-)
+from pretrain.model.scores import Scores, flash_documents, flash_scores
 from pretrain.precision import transformer_engine
-from pretrain.settings.recipe import Attention
 
 # FlashAttention-4 reads these two environment variables when it is imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# Mean document lengths up to which these backends are slower than our kernels. It is the mean over
-# all tokens of the length of the token's document. On an H200, FlashAttention-4 took the same time
-# within 2 % at 1,178 tokens. cuDNN took 15 to 30 % more at 1,854 tokens, and the same within 6 % at
-# 4,096, where `varlen` took 34 to 57 % more
-# (benchmarks/results/kernels/h200_triton_attention.json). No training was measured above 1,533
-# tokens.
-SLOWER_UP_TO = {"flash_attn": 1152, "cudnn": 2048, "varlen": 4096}
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONGEST_IN_PARTS. Above this limit, the matrix products of FlashAttention-4 take so long
@@ -89,121 +66,6 @@ MOST_PARTS = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-# ── Models that are supported ──
-
-
-def check_documents(model: PreTrainedModel, separated: Collection[str] = ()) -> None:
-    """Raise InputError if the model has parts that mix the tokens of packed documents.
-
-    This holds for the attention functions of this project and of transformers. The functions of
-    transformers separate documents by their positions or by the arguments of FlashAttention. Hybrid
-    models are refused, because only `PackedLanguageModel` separates documents in their layers.
-
-    model: the model, on the meta device or not.
-    separated: kinds of layers, other than attention, that keep documents apart.
-    """
-    if refusal := _mixing_part(model, separated):
-        raise InputError(f"model: {type(model).__name__} {refusal}; choose another model")
-
-
-def _mixing_part(model: PreTrainedModel, separated: Collection[str]) -> str | None:
-    """Return the reason why `check_documents` raises InputError, or None."""
-    config: Any = model.config
-    sees_later = any(getattr(module, "is_causal", None) is False for module in model.modules())
-    if config.is_encoder_decoder or sees_later:
-        return "has tokens that attend to later tokens"
-    # The kind of each layer, or None if all layers are of one kind. For example, all layers of
-    # Mistral have the same sliding window.
-    layer_types = getattr(config, "layer_types", None)
-    supported = {"full_attention", "sliding_attention", "mlp", "moe", *separated}
-    unsupported = sorted({*(layer_types or ())} - supported)
-    # A model with a state whose configuration has no list of layers is recurrent.
-    if unsupported or (model._is_stateful and layer_types is None):
-        return (
-            f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
-            "kernels that reset their state at each document"
-        )
-    # A model that does not use the registry ignores the attention function that is chosen, and
-    # tokens attend to other documents. Some hybrid models use the registry, but do not declare it.
-    if not model._supports_attention_backend and not separated:
-        return "does not use transformers' attention registry, which keeps documents apart"
-    return None
-
-
-def check(model: PreTrainedModel, length: int) -> None:
-    """Raise InputError if packed attention does not support the model.
-
-    The message names the unsupported part of the model.
-
-    Args:
-        model: The model, on the meta device or not.
-        length: Pack length in tokens.
-    """
-    check_documents(model, separated_kinds(model))
-    if refusal := _unsupported_scores(model) or _unsupported_value(model.config, length):
-        raise InputError(f"model: {type(model).__name__} {refusal}")
-
-
-def _unsupported_scores(model: PreTrainedModel) -> str | None:
-    """Return the reason why no kernel computes the attention of the architecture, or None."""
-    config: Any = model.config
-    other = "choose another model"
-    sink = sink_in(model)
-    if sink is not None and config.model_type not in WITH_SINKS:
-        return (
-            f"has attention sinks ({sink}), which are computed only for the types "
-            f"{', '.join(WITH_SINKS)}; {other}"
-        )
-    if getattr(config, "kv_lora_rank", None):
-        return f"has latent keys; they need kernels for keys wider than values; {other}"
-    if getattr(config, "keep_window_size", None):
-        return f"adds learned biases to its scores, which no attention backend computes; {other}"
-    # transformers declares no SDPA for models with sinks, and for models with a cap, such as Gemma
-    # 2, even if the cap is null.
-    has_own_formula = sink is not None or hasattr(config, "attn_logit_softcapping")
-    if not model._supports_sdpa and not has_own_formula:
-        return f"has attention scores that torch's own attention does not compute; {other}"
-    return unsupported_cap(config)
-
-
-def _unsupported_value(config: Any, length: int) -> str | None:
-    """Return the reason why a value of the configuration is not supported, or None."""
-    text_config = config.get_text_config()
-    heads = getattr(text_config, "num_attention_heads", None)
-    kv = getattr(text_config, "num_key_value_heads", None)
-    if heads and kv and heads % kv:
-        return (
-            f"has `num_attention_heads: {heads}`, which is not a multiple of "
-            f"`num_key_value_heads: {kv}`; change one of them in `model.config`"
-        )
-    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if dropout := getattr(config, key, None):
-            return (
-                f"has {key} {dropout}, but packed attention does not compute dropout; set "
-                f"`model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and embd_pdrop "
-                "of GPT-2, has keys of its own)"
-            )
-    longest = longest_rotated(text_config)
-    if longest is not None and length > longest:
-        return (
-            f"has a longrope or dynamic rotation, which a document of more than {longest} tokens "
-            f"would change for all documents in its batch; set `data.length` to {longest} or less"
-        )
-    return None
-
-
-def longest_rotated(config: PretrainedConfig) -> int | None:
-    """Return the maximum document length that does not change the rotation frequencies.
-
-    With longrope or dynamic rotation, one longer document changes the frequencies for all documents
-    of a batch. Return None if the frequencies do not depend on the document length.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") not in ("longrope", "dynamic"):
-        return None
-    return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 # ── The functions that transformers' layers call ──
@@ -396,7 +258,7 @@ def flash_forward(
 
     `max_seqlen` is the pack length. Backward needs the logarithms.
     """
-    output, log_sums, *_ = _flash()._flash_attn_fwd(
+    output, log_sums, *_ = flash_kernels()._flash_attn_fwd(
         q,
         k,
         v,
@@ -443,7 +305,7 @@ def flash_backward_in_parts(
     """
     options = flash_documents(cu_seqlens, max_seqlen)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    backward = _flash()._flash_attn_bwd
+    backward = flash_kernels()._flash_attn_bwd
     is_causal = True
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
@@ -466,7 +328,7 @@ def flash_backward_in_parts(
 
 
 @cache
-def _flash() -> ModuleType:
+def flash_kernels() -> ModuleType:
     """Import FlashAttention-4 and return its module with the kernels."""
     # Load Transformer Engine before FlashAttention-4. If Transformer Engine were loaded afterwards,
     # it would load parts of another cuDNN and fail.
@@ -671,8 +533,8 @@ def _operator(name: str, kernels: AttentionKernels) -> Any:
     return operator
 
 
-# The lambda reads the name `_flash` at each call, because tests replace this function.
-_FLASH_SCORES = flash_scores(lambda: _flash())
+# The lambda reads the name `flash_kernels` at each call, because tests replace this function.
+_FLASH_SCORES = flash_scores(lambda: flash_kernels())
 
 
 def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
@@ -693,191 +555,3 @@ _register("packed_documents", packed_documents)
 _register("packed_varlen", packed_varlen)
 for _name, _kernels in ATTENTION_KERNELS.items():
     _register(_name, partial(_full_attention, _operator(_name, _kernels)))
-
-
-# ── The backends, and the choice of one ──
-
-
-class Case(NamedTuple):
-    """The device, the head size, the compute dtype and the scores of an attention.
-
-    `capability` is the CUDA compute capability of a GPU that this machine does not have. It is
-    assumed that the machine of this GPU has all packages of requirements-cuda.txt.
-    """
-
-    device_type: str
-    head_dim: int
-    dtype: torch.dtype
-    capability: tuple[int, int] | None = None
-    # Change of the model's scores in words, such as "capped scores". "" if they are not changed.
-    changed_scores: str = ""
-
-    @property
-    def gpu(self) -> tuple[int, int]:
-        """CUDA compute capability of the GPU."""
-        return self.capability or torch.cuda.get_device_capability()
-
-
-class Backend(NamedTuple):
-    """Requirements of an attention backend.
-
-    Attributes:
-        name: transformers' `attn_implementation`.
-        device: Type of the device, or None if the backend runs on any device.
-        head_dims: Map each supported major compute capability to the supported head sizes. Only
-            for CUDA devices.
-        needs: `head_dims` in words.
-        is_deterministic: False if the backend has no deterministic backward.
-        unavailable_because: Return the reason why the backend cannot run here, or None.
-    """
-
-    name: str
-    device: str | None
-    head_dims: Mapping[int, Collection[int]] = {}
-    needs: str = ""
-    is_deterministic: bool = True
-    unavailable_because: Callable[[], str | None] = lambda: None
-
-
-def _flash_unavailable_because() -> str | None:
-    try:
-        _flash()
-    except (ImportError, OSError, AttributeError) as error:
-        return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
-    return None
-
-
-def _cudnn_unavailable_because() -> str | None:
-    need = transformer_engine.unmet_need()
-    return f"needs Transformer Engine: {need}" if need else None
-
-
-# Major compute capabilities from Ampere on.
-_SINCE_AMPERE = range(8, 100)
-# The backend for each value of `model.attention`. `auto` takes the first one that can run, but
-# tries `triton` before the first one that is slower (SLOWER_UP_TO). In transformers, `flash_attn`
-# is called `packed_fa4`, because transformers loads its own kernels for names with "flash".
-BACKENDS: dict[str, Backend] = {
-    "triton": Backend(
-        "packed_triton",
-        "cuda",
-        {9: (64, 128)},
-        "an sm_90 GPU, and heads of 64 or 128 values",
-    ),
-    # The speed was measured on Hopper only. Smaller heads, and on data-centre Blackwell heads
-    # between 128 and 256 values, have not been measured.
-    "flash_attn": Backend(
-        "packed_fa4",
-        "cuda",
-        {9: range(64, 257, 8), 10: (*range(64, 129, 8), 256)},
-        "an sm_90 or sm_100 GPU, and heads of 64 to 256 values, a multiple of 8 (on sm_100 up to "
-        "128, or 256)",
-        unavailable_because=_flash_unavailable_because,
-    ),
-    # On an H200, cuDNN was always faster than `varlen` with these heads, but with heads of 96
-    # values it took up to 2.8 times as long for documents of up to 2,000 tokens. With heads of 256
-    # values, its gradients of queries were wrong by a third. On Hopper, the workspace of its
-    # deterministic backward grows with the square of T.
-    "cudnn": Backend(
-        "packed_cudnn",
-        "cuda",
-        {9: (64, 128), 10: (64, 128)},
-        "an sm_90 or sm_100 GPU, and heads of 64 or 128 values",
-        is_deterministic=False,
-        unavailable_because=_cudnn_unavailable_because,
-    ),
-    # torch's version of FlashAttention-2.
-    "varlen": Backend(
-        "packed_varlen",
-        "cuda",
-        dict.fromkeys(_SINCE_AMPERE, range(8, 257, 8)),
-        "an sm_80 GPU or newer, and heads of at most 256 values, a multiple of 8",
-    ),
-    "documents": Backend("packed_documents", "cpu"),
-    "sdpa": Backend("packed_sdpa", None),
-}
-
-
-class Choice(NamedTuple):
-    """An attention backend and the reason for it, for the audit."""
-
-    name: str  # transformers' `attn_implementation`
-    reason: str
-
-
-def refusal_of(requested: Attention, case: Case) -> str | None:
-    """Return the message for a requested backend that cannot run, or None if it can run.
-
-    "auto" can always run, except on a GPU without a kernel for caps or sinks.
-    """
-    if requested != "auto":
-        if reason := obstacle(requested, case):
-            return (
-                f"model.attention: {requested} cannot be used here: {requested} {reason}; "
-                "set model.attention: auto"
-            )
-    elif (
-        case.changed_scores
-        and case.device_type == "cuda"
-        and (reason := obstacle("flash_attn", case))
-    ):
-        return no_kernel_message(case.changed_scores, reason)
-    return None
-
-
-def choose(requested: Attention, case: Case, mean_length: float) -> Choice:
-    """Return the attention backend for a case and for documents of a mean length.
-
-    Return the requested backend, which `refusal_of` has checked. If `requested` is "auto", return
-    the fastest one that can run. The parity check at the start of a run tests the results of the
-    backend.
-
-    mean_length: mean over all tokens of the length of the token's document.
-    """
-    if requested != "auto":
-        return Choice(BACKENDS[requested].name, "requested")
-    names = [name for name in BACKENDS if name != "triton"]
-    heads = BACKENDS["triton"].head_dims
-    if case.device_type == "cuda" and case.head_dim in heads.get(case.gpu[0], ()):
-        # A backend that is not in SLOWER_UP_TO is slower for documents of any length.
-        is_slower = [mean_length <= SLOWER_UP_TO.get(name, mean_length) for name in names]
-        names.insert(is_slower.index(True), "triton")
-    # The reason for the choice, and then the obstacles of faster backends.
-    reasons = ["fastest that runs here"]
-    for name in names:
-        reason = obstacle(name, case)
-        if reason is None:
-            break
-        reasons.append(f"{name} {reason}")
-    return Choice(BACKENDS[name].name, "; ".join(reasons))
-
-
-def obstacle(name: str, case: Case) -> str | None:
-    """Return the reason why a backend cannot run, with a remedy if there is one.
-
-    Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
-    this text. Return None if the backend can run.
-
-    name: the value of `model.attention`.
-    """
-    backend = BACKENDS[name]
-    if case.changed_scores and (reason := scores_obstacle(backend.name, case)):
-        return reason
-    if backend.device not in (None, case.device_type):
-        needed = "a CPU" if backend.device == "cpu" else "a CUDA device"
-        return f"needs {needed}, and the device is {case.device_type}"
-    if backend.device != "cuda":
-        return None
-    generation, minor = case.gpu
-    if case.head_dim not in backend.head_dims.get(generation, ()):
-        return (
-            f"needs {backend.needs}; the GPU is sm_{generation}{minor}, and the model's heads have "
-            f"{case.head_dim} values"
-        )
-    if case.dtype not in (torch.bfloat16, torch.float16):
-        computed = str(case.dtype).removeprefix("torch.")
-        return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
-    if torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic:
-        return "has no deterministic backward (set deterministic: false)"
-    # This check is the last one, because the imports take seconds.
-    return None if case.capability else backend.unavailable_because()

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from pretrain.model import attention, routing
+from pretrain.model import attention_support, routing
 from pretrain.model.configuration import explaining_transformers
 from pretrain.model.distributed import from_all_ranks, raise_on_all_ranks
 from pretrain.model.loss.head import check as check_loss
@@ -61,7 +61,7 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
             f"`model`: {type(model).__name__} has modules besides the base model and the output "
             f"embedding: {', '.join(unsupported)}; choose another model"
         )
-    attention.check(model, length)
+    attention_support.check(model, length)
     if getattr(model.config, "output_router_logits", None):
         routing.check(model)
     check_experts(model)

@@ -102,7 +102,7 @@ def scores_obstacle(name: str, case: Any) -> str | None:
     """Return the reason why an attention implementation cannot compute changed scores, or None.
 
     name: the implementation's name in transformers.
-    case: a `pretrain.model.attention.Case` with changed scores.
+    case: a `pretrain.model.attention_backends.Case` with changed scores.
     """
     if name not in _IMPLEMENTATIONS:
         return f"does not compute {case.changed_scores} (set model.attention: auto)"

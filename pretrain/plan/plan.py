@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from foundation.units import bytes_text
 from packing.order import Mixture
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.attention import Case, Choice, choose
+from pretrain.model.attention_backends import Case, Choice, choose
 from pretrain.model.distributed import from_all_ranks
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (

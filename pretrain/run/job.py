@@ -24,7 +24,7 @@ from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.checkpoint.state import stored
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.trackers import check_trackers
-from pretrain.model import attention, graphs
+from pretrain.model import attention_backends, attention_support, graphs
 from pretrain.model.configuration import load_config, source_config
 from pretrain.model.distributed import (
     device_of,
@@ -310,13 +310,13 @@ def _check_attention(checked: CheckedRecipe, flops: ModelFlops, device_type: str
     """Raise InputError if the model cannot use the setting `model.attention` on this device."""
     # All precisions of a run have the same compute dtype.
     _, first = checked.phases[0]
-    case = attention.Case(
+    case = attention_backends.Case(
         device_type,
         flops.shape.head_dim,
         getattr(torch, first.precision.compute_dtype),
         changed_scores=flops.changed_scores,
     )
-    if refusal := attention.refusal_of(checked.recipe.model.attention, case):
+    if refusal := attention_backends.refusal_of(checked.recipe.model.attention, case):
         raise InputError(refusal)
 
 
@@ -435,7 +435,7 @@ def _obstacle_of_model(plan: Plan, shapes: PreTrainedModel) -> str | None:
         return "they do not support `model.gradient_checkpointing`"
     if plan.recipe.loss.kind == "cce":
         return "they do not support `loss.kind: cce`"
-    if attention.longest_rotated(shapes.config) is not None:
+    if attention_support.longest_rotated(shapes.config) is not None:
         return "they do not support rotations that depend on the longest document"
     return None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain.model import attention
+from pretrain.model import attention, attention_backends
 from pretrain.model.attention_kernel import attend, attend_backward
 from pretrain.model.fused.formulas import Heads
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only, relative_error
@@ -163,7 +163,9 @@ def test_fused_layers_have_the_gradients_of_layers_with_sdpa(
 def kernel_of(kind: Any, heads: Heads) -> Any:
     """Return the attention function of this name. Skip the test if this machine cannot run it."""
     name = "flash_attn" if kind == "fa4" else kind
-    if obstacle := attention.obstacle(name, attention.Case("cuda", heads.dim, torch.bfloat16)):
+    if obstacle := attention_backends.obstacle(
+        name, attention_backends.Case("cuda", heads.dim, torch.bfloat16)
+    ):
         pytest.skip(f"{name} {obstacle}")
     return AttentionInterface()[f"packed_{kind}"]
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from packing.batch import StepBatches, build_microbatch
-from pretrain.model import attention as packed_attention
+from pretrain.model import attention_backends
 from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
 from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
@@ -66,8 +66,8 @@ def requires(recipe: str, attention: str) -> None:
     if missing := transformer_engine.unmet_need():
         pytest.skip(f"fused layers need {missing}")
     name = {"fa4": "flash_attn"}.get(attention, attention)
-    case = packed_attention.Case("cuda", 64, torch.bfloat16)
-    if obstacle := packed_attention.obstacle(name, case):
+    case = attention_backends.Case("cuda", 64, torch.bfloat16)
+    if obstacle := attention_backends.obstacle(name, case):
         pytest.skip(f"{name} {obstacle}")
 
 

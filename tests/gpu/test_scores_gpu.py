@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from pretrain.model import attention
+from pretrain.model import attention, attention_backends
 from pretrain.model.fused.formulas import Heads
 from tests.gpu.conftest import cuda_only, needs, relative_error
 from tests.gpu.test_attention_gpu import DOCUMENTS, LENGTH, SCALE, draw, offsets
@@ -22,8 +22,10 @@ pytestmark = cuda_only
 SHAPES = [(Heads(32, 16, 128), 50.0), (Heads(8, 4, 256), 50.0), (Heads(64, 8, 64), 0.0)]
 
 
-def case_of(heads: Heads) -> attention.Case:
-    return attention.Case("cuda", heads.dim, torch.bfloat16, changed_scores="capped scores")
+def case_of(heads: Heads) -> attention_backends.Case:
+    return attention_backends.Case(
+        "cuda", heads.dim, torch.bfloat16, changed_scores="capped scores"
+    )
 
 
 def results_of(
@@ -59,7 +61,7 @@ def results_of(
 def test_flash_attention_4_computes_caps_and_sinks(
     heads: Heads, cap: float, window: int | None, documents: str
 ) -> None:
-    if obstacle := attention.obstacle("flash_attn", case_of(heads)):
+    if obstacle := attention_backends.obstacle("flash_attn", case_of(heads)):
         pytest.skip(f"flash_attn {obstacle}")
     sizes = DOCUMENTS[documents]
     *states, d_output = draw(heads, sum(sizes))
@@ -82,7 +84,7 @@ def test_a_run_with_changed_scores_and_logits_passes_parity(
     name: str, precision: str, train: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
     """Parity compares compiled layers with plain transformers on each document."""
-    if obstacle := attention.obstacle("flash_attn", case_of(Heads(4, 2, 64))):
+    if obstacle := attention_backends.obstacle("flash_attn", case_of(Heads(4, 2, 64))):
         pytest.skip(f"flash_attn {obstacle}")
     sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.model import attention
+from pretrain.model import attention_backends
 from tests.conftest import Finished
 from tests.pretrain.conftest import QUANTIZED
 
@@ -53,9 +53,9 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
     finished = train(recipe)
     check_summary(finished)
     audit = finished.audit()
-    case = attention.Case("cuda", 64, torch.bfloat16)
+    case = attention_backends.Case("cuda", 64, torch.bfloat16)
     assert audit["precision"] == "bf16"
-    assert audit["attention"]["kind"] == attention.choose("auto", case, 100.0).name
+    assert audit["attention"]["kind"] == attention_backends.choose("auto", case, 100.0).name
     assert audit["compiled"] == "nothing"
     assert audit["fused"].startswith("2 of 2 layers")
     dtypes = {(product["stored"], product["effective"]) for product in audit["products"]}

@@ -230,7 +230,7 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(attention, "_flash", lambda: kernels)
+    monkeypatch.setattr(attention, "flash_kernels", lambda: kernels)
     return kernels
 
 

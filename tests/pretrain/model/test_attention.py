@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
-from pretrain.model import attention
-from pretrain.model.attention import Case
+from pretrain.model import attention, attention_backends
+from pretrain.model.attention_backends import Case
 from pretrain.model.configuration import load_config
 from pretrain.model.huggingface import build_on_meta, check_architecture
 from pretrain.precision import transformer_engine
@@ -195,7 +195,7 @@ def test_warnings_of_the_compiler_of_flash_attention_are_not_shown(
     monkeypatch.setattr(transformer_engine, "unmet_need", lambda: None)
     modules = ("cutlass.cute.core", "flash_attn.cute.flash_fwd", "cutlasses", "train_accelerate")
     with warnings.catch_warnings(record=True, action="always") as shown:
-        attention._flash.__wrapped__()
+        attention.flash_kernels.__wrapped__()
         for module in modules:
             warnings.warn_explicit(module, DeprecationWarning, "file.py", 1, module=module)
     assert [str(warning.message) for warning in shown] == ["cutlasses", "train_accelerate"]
@@ -206,7 +206,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the process see an H200 with Transformer Engine and FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(transformer_engine, "unmet_need", lambda: None)
-    monkeypatch.setattr(attention, "_flash", lambda: None)
+    monkeypatch.setattr(attention, "flash_kernels", lambda: None)
     return monkeypatch
 
 
@@ -219,14 +219,14 @@ def chosen(
 ) -> str:
     """Check and choose a backend as a run does. Return the name without its prefix."""
     case = Case(device, dim, dtype)
-    if refusal := attention.refusal_of(requested, case):
+    if refusal := attention_backends.refusal_of(requested, case):
         raise InputError(refusal)
-    choice = attention.choose(requested, case, mean_length)
+    choice = attention_backends.choose(requested, case, mean_length)
     return choice.name.removeprefix("packed_")
 
 
 BLACKWELL = (torch.cuda, "get_device_capability", lambda: (10, 0))
-NO_FLASH = (attention, "_flash", partial(importlib.import_module, "there_is_no_such_module"))
+NO_FLASH = (attention, "flash_kernels", partial(importlib.import_module, "there_is_no_such_module"))
 DETERMINISTIC = (torch, "are_deterministic_algorithms_enabled", lambda: True)
 NO_TE = (transformer_engine, "unmet_need", lambda: "a package")
 SHORT = {"mean_length": 300.0}
@@ -277,7 +277,7 @@ def test_the_fastest_supported_backend_is_chosen(
 
 def test_the_reason_of_a_choice_names_the_missing_package(on_an_h200: pytest.MonkeyPatch) -> None:
     on_an_h200.setattr(*NO_FLASH)
-    choice = attention.choose("auto", Case("cuda", 128, torch.bfloat16), 4096.0)
+    choice = attention_backends.choose("auto", Case("cuda", 128, torch.bfloat16), 4096.0)
     assert "; flash_attn needs the package flash-attn-4 (pip install -r " in choice.reason
 
 

@@ -13,7 +13,7 @@ from torch.func import vjp
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model import attention
-from pretrain.model.attention import Case, choose, refusal_of
+from pretrain.model.attention_backends import Case, choose, refusal_of
 from pretrain.model.huggingface import check_architecture
 from pretrain.model.loss.logit_change import UNCHANGED, LogitChange
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -128,7 +128,7 @@ def flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
         return gradients(dout)
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(attention, "_flash", lambda: kernels)
+    monkeypatch.setattr(attention, "flash_kernels", lambda: kernels)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.attention import Choice
+from pretrain.model.attention_backends import Choice
 from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import Devices, compiled_layer, layers_of
 from pretrain.plan.plan import Plan
