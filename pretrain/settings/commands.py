@@ -162,8 +162,8 @@ _train.add_argument(
     "--processes",
     type=count,
     metavar="N",
-    help="number of processes, one for each GPU; default: the number in the configuration, or "
-    "one for each GPU",
+    help="number of processes, one for each GPU; default: the number in the file --config, or one "
+    "for each GPU without --config",
 )
 
 
