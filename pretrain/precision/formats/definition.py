@@ -201,10 +201,10 @@ class QuantizedPrecision(Precision):
     def limits(self) -> dict[str, float]:
         """Map `underflow` and `saturation` to their limits, as shares of an operand's values.
 
-        A run warns if a share is above its limit. docs/developers/checks.md has the
-        measurements behind the limits. With delayed scaling, a few values may saturate, because
-        scales are computed from the amaxes of earlier microbatches. In other precisions the limit
-        of `saturation` is 1, so a run never warns of it.
+        A run warns if a share is above its limit. The files of the precisions have the measurements
+        behind the limits. With delayed scaling, a few values may saturate, because scales are
+        computed from the amaxes of earlier microbatches. In other precisions the limit of
+        `saturation` is 1, so a run never warns of it.
         """
         saturation = 1e-3 if self.keeps_history else 1.0
         return {"underflow": self.underflow_limit, "saturation": saturation}
