@@ -69,11 +69,11 @@ class ModelSettings(Settings):
     varlen: FlashAttention-2 in torch.
     documents: call the kernel once for each document.
     sdpa: scaled_dot_product_attention with a mask.
-    auto: on Hopper or Blackwell, flash_attn if its package is installed, else cudnn; on other GPUs
-    varlen. On Hopper, auto prefers triton if heads have 64 or 128 values and documents are short:
-    at most 1,152 tokens in the mean over all tokens, or 2,048 without flash_attn, or 4,096 without
-    cudnn too. On a CPU, auto is documents, and on other devices sdpa.
-    On a GPU, capped scores and attention sinks need flash_attn.
+    auto: on Hopper, B200 and B300, flash_attn if its package is installed, else cudnn; on other
+    GPUs varlen. On Hopper, auto prefers triton if heads have 64 or 128 values and documents are
+    short: at most 1,152 tokens in the mean over all tokens, or 2,048 without flash_attn, or 4,096
+    without cudnn too. On a CPU, auto is documents, and on other devices sdpa.
+    On a GPU, capped scores and attention sinks need flash_attn or sdpa.
     """
 
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
