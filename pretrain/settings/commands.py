@@ -216,8 +216,8 @@ _evaluate = _command(
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
 
     If the run has no checkpoint, evaluate the model that the run would start from. The command
-    writes nothing into the run folder. To evaluate on GPUs, start the command with
-    accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
+    writes nothing into the run folder. It uses one GPU if there is one. To use several, start it by
+    accelerate launch --config_file accelerate_configs/ddp.yaml -m pretrain evaluate ...
     """,
     parser=SettingsParser,
     check="pretrain.run.command_checks:check_evaluate",
