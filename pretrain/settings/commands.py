@@ -437,9 +437,10 @@ _which = _command(
 
     The main result is the gain at equal loss. It is the candidate's speedup, divided by the
     number of training tokens that the candidate needs for the baseline's loss, relative to the
-    baseline's number of tokens. A precision is recommended if the confidence interval of its
-    gain is above 1. To continue after Ctrl-C, run the same command again. To train more rounds
-    for open candidates, run it again with enough --hours for a round.
+    baseline's number of tokens. The precision with the largest gain is recommended, if the
+    confidence interval of its gain is above 1 and a cost above the margin is excluded. To
+    continue after Ctrl-C, run the same command again. To train more rounds for open candidates,
+    run it again with enough --hours for a round.
 
     The result is not valid for longer runs or larger models, which may need a more exact
     precision.
@@ -471,8 +472,8 @@ _which.add_argument(
     type=separated,
     metavar="A,B",
     help="precisions to compare, the baseline first; append +head to a precision to quantize "
-    "the head too; default: BF16 and all quantized precisions that this machine supports; on "
-    "a machine that supports none, one emulated precision",
+    "the head too; default: BF16, all quantized precisions that this machine supports, and the "
+    "first of these again with +head; on a machine that supports none, one emulated precision",
 )
 _which.add_argument(
     "--served",
