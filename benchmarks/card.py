@@ -151,7 +151,7 @@ def settings_of_losses(gpu: bool) -> Settings:
 
 
 def settings_of_speed(gpu: bool, memory: int) -> Settings:
-    """Return the settings of the timed trainings. GPU recipes: docs/developers/results.md."""
+    """Return the settings of the timed trainings."""
     if not gpu:
         recipe = Path("benchmarks/card_cpu.yaml")
     elif memory >= LARGE:

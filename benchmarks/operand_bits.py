@@ -5,7 +5,7 @@
 Every operand is compared along each axis over which a GEMM sums. Operands are rounded to nearest,
 because stochastically rounded operands cannot be compared. Transformer Engine's tensors are read in
 the layout of its kernels: the byte of each value and the place of its scale.
-docs/developers/checks.md lists the axis of each operand. In training, other templates of the
+docs/developers/extending.md lists the axis of each operand. In training, other templates of the
 same kernels write scales in the order of Blackwell's GEMMs (`optimize_for_gemm`). Scales are
 compared only in the plain order. Codes have the same layout in both orders, and are compared in
 both.

@@ -32,7 +32,6 @@ Each process holds one block of each tensor. The block is the full tensor (plain
 or a part of the tensor (DTensor, Shard). If several processes hold the same block, as data-parallel
 replicas do, one of them writes the block. `lay_out` selects this process for each block, so that
 all replicas write about the same number of bytes.
-docs/studies/log.md explains why torch.distributed.checkpoint is not used.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Recorder:
     ) -> dict[str, Any]:
         """Return the record of the last step that `step()` has timed.
 
-        docs/training.md explains all keys of a record.
+        docs/training.md explains the keys of a record.
 
         Args:
             data_wait_ms: Time that the step has spent waiting for data, in milliseconds.

@@ -8,8 +8,7 @@ A warning is printed if an operand loses a larger share of its values than is us
 precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
 become zero, or they are too large for the format. Each of the two warnings is printed once in a
 process, and once more after a rollback. The run continues, because no threshold can show whether a
-restart is worth its cost. docs/developers/checks.md lists the limits and explains how they
-were derived.
+restart is worth its cost. docs/developers/checks.md lists the limits.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class OperandStatistics(Probe):
 
     The microbatch must be the first one of a step, because only the first microbatch quantizes
     weights. The measurement does not change the training. docs/developers/checks.md
-    ("Statistics and health") explains the keys of `records`.
+    ("Statistics") explains the keys of `records`.
     """
 
     def __init__(self, precision: QuantizedPrecision, state: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 The quantizers of training and the reference quantizers share no code. Training computes codes from
 the bits of its operands. A reference quantizer searches for the nearest values in a list of all
-values of the format. docs/developers/checks.md lists the faults that the comparison finds.
+values of the format. docs/developers/faults.md lists the faults that the comparison finds.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ Values are rounded to BF16 before they are quantized, as if the gradient had bee
 If the model changes its logits (`pretrain.model.loss.logit_change`), the kernels change logits
 after they load them, and multiply the gradient by the derivative of the change.
 
-In the codes by rows, each row has a scale, so that the entry at the label is exact.
-docs/studies/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
-codes must have one scale for all tokens, because they are an operand of the weight gradient, which
-sums over tokens.
+In the codes by rows, each row has a scale, so that the entry at the label is exact
+(docs/developers/extending.md). The transposed codes must have one scale for all tokens, because
+they are an operand of the weight gradient, which sums over tokens.
 """
 
 from __future__ import annotations
