@@ -17,6 +17,7 @@ from docs.evidence_page import (
     ESTIMATE,
     LABELS,
     LOSSES,
+    STUDIES,
     Cost,
     Row,
     differences_by_length,
@@ -154,49 +155,69 @@ def loss() -> Figure:
     return figure
 
 
-# The study of the picture of costs over lengths, and the color of each precision.
-LENGTHS = "h200_length_14m.jsonl"
-LINES = {"delayed": PRECISIONS["FP8"], "delayed+head": "#D55E00", "block": "#CC79A7"}
+# Color of each precision and format of each model's lines in the picture of costs over lengths.
+LINE_COLORS = {"delayed": PRECISIONS["FP8"], "delayed+head": "#D55E00", "block": "#CC79A7"}
+LINE_FORMATS = {"Qwen3 14M": "o-", "Qwen3 35M": "s--"}
 
 
 def length() -> Figure:
     """Return the costs of FP8 over tokens per parameter, in held-out and training loss."""
     figure = Figure(figsize=(WIDTH, 3.1))
-    panels = {"held_out_loss": (0.09, "held-out loss"), "training_loss": (0.57, "training loss")}
+    panels = {"held_out_loss": (0.09, "held-out loss"), "training_loss": (0.58, "training loss")}
     for key, (begin, title) in panels.items():
-        panel = figure.add_axes((begin, 0.16, 0.41, 0.6))
+        panel = figure.add_axes((begin, 0.16, 0.4, 0.6))
         panel.axhspan(-PERCENT, PERCENT, color="#EAF3E3")
         panel.axhline(0, color=INK, linewidth=0.8)
-        for side, (precision, color) in zip((0.94, 1, 1.06), LINES.items(), strict=True):
-            differences = differences_by_length(LENGTHS, precision, key)
-            costs = [
-                fixed_cost(difference, 1 - CONFIDENCE, is_tested=False)
-                for difference in differences.values()
-            ]
-            means = [cost.mean for cost in costs]
-            halves = [cost.half_width for cost in costs]
-            places = [side * tokens for tokens in differences]
-            label = LABELS[precision]
-            panel.errorbar(places, means, halves, fmt="o-", color=color, markersize=4, label=label)
-        panel.set_xscale("log")
-        panel.set_xticks([*differences], map(str, differences))
-        panel.minorticks_off()
+        draw_lengths(panel, key)
         panel.set_ylim(-0.3, 0.62)
         panel.set_title(f"{title}, % above BF16", loc="left", fontsize=9.5)
         panel.set_xlabel("tokens per parameter")
-    handles = panel.get_legend_handles_labels()
     figure.legend(
-        *handles,
+        handles=[Patch(color=color, label=LABELS[name]) for name, color in LINE_COLORS.items()],
         loc="upper left",
         bbox_to_anchor=(0, 0.945),
         ncols=3,
         columnspacing=1.2,
-        handlelength=1.4,
+        handlelength=1,
         frameon=False,
     )
-    title = "Qwen3 14M, 5 seeds (blocks: 3), 95 % intervals"
+    title = "Qwen3 14M (solid lines) and 35M (dashed), 95 % intervals"
     figure.text(0.02, 0.945, title, weight="bold", fontsize=10.5)
     return figure
+
+
+def draw_lengths(panel: Axes, key: str) -> None:
+    """Draw a line for each precision of each study that varies the length.
+
+    key: "held_out_loss" or "training_loss".
+    """
+    lines = [
+        (study, precision)
+        for study in STUDIES
+        if study.varies_length
+        for precision in study.precisions
+    ]
+    lengths: set[int] = set()
+    for index, (study, precision) in enumerate(lines):
+        differences = differences_by_length(study.file, precision, key)
+        costs = [
+            fixed_cost(difference, 1 - CONFIDENCE, is_tested=False)
+            for difference in differences.values()
+        ]
+        # Draw lines side by side, so that their intervals do not overlap.
+        side = 1 + 0.06 * (index - (len(lines) - 1) / 2)
+        panel.errorbar(
+            [side * tokens for tokens in differences],
+            [cost.mean for cost in costs],
+            [cost.half_width for cost in costs],
+            fmt=LINE_FORMATS[study.model],
+            color=LINE_COLORS[precision],
+            markersize=4,
+        )
+        lengths |= differences.keys()
+    panel.set_xscale("log")
+    panel.set_xticks(sorted(lengths), map(str, sorted(lengths)))
+    panel.minorticks_off()
 
 
 # Colors of the verdicts in the picture of costs, and whether their markers are filled.

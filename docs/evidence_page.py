@@ -92,6 +92,11 @@ class Study:
     recipe: str = ""
     more_seeds: str = ""
 
+    @property
+    def varies_length(self) -> bool:
+        """Return whether the study trains each precision with several tokens per parameter."""
+        return "_length_" in self.file
+
 
 STUDIES = (
     Study("Qwen3 14M", "code and prose", "h200_evidence_14m.jsonl", tuple(CELLS)),
@@ -104,6 +109,7 @@ STUDIES = (
         "h200_length_14m.jsonl",
         ("delayed", "delayed+head", "block"),
     ),
+    Study("Qwen3 35M", "Debian's sources", "h200_length_35m.jsonl", ("delayed",)),
     Study("Qwen3 14M", "code", "which.json#dense_delayed", ("delayed",)),
     Study("GPT-2 124M", "Python", "h100_which_gpt2.json", ("delayed", "delayed+head", "block")),
     Study(
@@ -161,7 +167,7 @@ def measured_rows() -> tuple[Row, ...]:
 
 def rows_of(study: Study) -> Iterator[Row]:
     """Return the rows of a study, by the kind of its file."""
-    if "_length_" in study.file:
+    if study.varies_length:
         return rows_of_lengths(study)
     if study.file.endswith(".jsonl"):
         return rows_of_cells(study)
@@ -213,9 +219,10 @@ def training_loss(run: Mapping[str, Any]) -> float:
 def rows_of_lengths(study: Study) -> Iterator[Row]:
     """Yield the rows of the longest trainings of a study that varies the length.
 
-    The number of seeds was fixed before.
+    The number of seeds was fixed before. Three precisions were planned for each model, so their
+    intervals allow for three tests.
     """
-    error = error_of(len(study.precisions))
+    error = error_of(3)
     for precision in study.precisions:
         costs = []
         for key in ("held_out_loss", "training_loss"):
