@@ -17,7 +17,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.folders import newest_in
+from pretrain.checkpoint.folders import newest_in, step_folders, step_of
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
@@ -188,7 +188,7 @@ def changes_since(state_json: Mapping[str, Any], job: Job) -> Changes:
     # This former key had no effect unless it was true.
     if not saved.get("fp8_config.use_f32_scales"):
         saved.pop("fp8_config.use_f32_scales", None)
-    ignored = _SCHEDULE if repeats_past(state_json, job) else ()
+    ignored = _SCHEDULE if repeats_past(state_json, job, state_json["progress"]["step"]) else ()
     return {
         key: (saved.get(key), present.get(key))
         for key in changed_keys(saved, present)
@@ -255,14 +255,13 @@ def _past(point: ResumePoint, changes: Changes) -> dict[str, Any]:
     return {"changed": changed, "left_out": counted["left_out"]}
 
 
-def repeats_past(state_json: Mapping[str, Any], job: Job) -> bool:
-    """Return True if the job's schedule does not change the steps before a checkpoint.
+def repeats_past(state_json: Mapping[str, Any], job: Job, steps: int) -> bool:
+    """Return True if the job's schedule does not change the first `steps` steps of a saved run.
 
     The schedules are compared as functions of the step: each past step must have the learning rate
     and the precision that it would have in an uninterrupted run of the job. So the number of steps,
     and everything that begins later, such as the decay, may differ.
     """
-    progress = state_json["progress"]
     saved = saved_schedule(state_json)
     present = job.recipe.schedule, job.recipe.optimizer.learning_rate, job.plan.steps
     if saved == present:
@@ -271,14 +270,15 @@ def repeats_past(state_json: Mapping[str, Any], job: Job) -> bool:
     # The saved phases are those of the job, unless `precision` has changed.
     if "precision" in changed_keys(state_json["identity"], job.identity) and precisions.changes:
         return False
-    saved_precisions = replace(precisions, steps=progress["steps"])
+    saved_precisions = replace(precisions, steps=state_json["progress"]["steps"])
 
     def is_unchanged(step: int) -> bool:
-        has_same_rate = learning_rate(step, *saved) == learning_rate(step, *present)
-        return has_same_rate and saved_precisions.at(step + 1) == precisions.at(step + 1)
+        if learning_rate(step, *saved) != learning_rate(step, *present):
+            return False
+        return saved_precisions.at(step + 1) == precisions.at(step + 1)
 
     # Compare the last step first, because it differs if a decay has begun.
-    return all(map(is_unchanged, reversed(range(progress["step"]))))
+    return all(map(is_unchanged, reversed(range(steps))))
 
 
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -288,7 +288,8 @@ def require_same_training(point: ResumePoint, changes: Changes, job: Job) -> Non
     """Raise InputError if a checkpoint to resume belongs to another training.
 
     changes: the result of `changes_since`. The message lists them. It suggests --accept-changes
-        unless the optimizer has changed or no step is left to train.
+        unless the optimizer has changed or no step is left to train. If only the schedule has
+        changed, it suggests the newest checkpoint in the folder that fits the present schedule.
 
     No error is raised if only the schedule or the length of the training has changed and the
     checkpoint is past the new end: `require_steps_to_train` has a simpler message for this case.
@@ -304,10 +305,10 @@ def require_same_training(point: ResumePoint, changes: Changes, job: Job) -> Non
     if "optimizer.name" not in changes and point.step < job.plan.steps:
         message += " To continue with the present values, pass --accept-changes."
     if only_schedule:
-        message += (
-            " To continue with this schedule, pass an earlier checkpoint to --resume, from "
-            f"{point.path.parent}."
-        )
+        for path in step_folders(point.path.parent):
+            if repeats_past(point.state_json, job, step_of(path)):
+                message += f" To continue with this schedule, pass --resume {path}."
+                break
     raise InputError(message)
 
 

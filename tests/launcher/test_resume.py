@@ -177,9 +177,9 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
 
 def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(run: Trainer) -> None:
     shorter = run("schedule.kind=wsd", "train.steps=8").done()
-    refusal = run("schedule.kind=wsd", "train.steps=10").refusal
-    assert "pass an earlier checkpoint to --resume" in refusal
     checkpoint = shorter.run_dir / "checkpoints/step-00000004"
+    refusal = run("schedule.kind=wsd", "train.steps=10").refusal
+    assert f"To continue with this schedule, pass --resume {checkpoint}." in refusal
     run("schedule.kind=wsd", "train.steps=10", "--resume", str(checkpoint)).done()
 
 

@@ -103,7 +103,7 @@ RESUMES: list[tuple[str, int, str, str | None]] = [
     (WSD, 10, f"{WSD} ; schedule.decay_shape=1-sqrt", None),
     (WSD, 12, f"{WSD} ; schedule.decay_shape=1-sqrt", "schedule.decay_shape "),
     (WSD, 9, f"{WSD} ; {FOR_24}", None),
-    (WSD, 12, f"{WSD} ; {FOR_24}", r"now 24.*pass an earlier checkpoint to --resume, from .*"),
+    (WSD, 12, f"{WSD} ; {FOR_24}", rf"now 24.*{ACCEPT}"),
     # A short trial of the recipe is there.
     (
         f"{WSD} ; schedule.warmup=2 ; train.steps=3",
