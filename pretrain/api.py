@@ -47,6 +47,7 @@ from packing.settings import DataSettings
 from packing.store import find_splits
 from packing.store import open_packs as open_split
 from packing.stream import order_of
+from pretrain.launch.environment import check_options
 from pretrain.model import attention_support
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert as convert_linears
@@ -167,6 +168,7 @@ def convert(
     scope = "linear" if name == precision else "linear+head"
     defaults = {"on_unsupported": "emulate", "scope": scope}
     settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")
+    check_options(settings, [QUANTIZED[name]], "precision", "convert: ")
     active = select_precision(name, settings, support_check_on(model.device.type))
     if not active.precision.quantized:
         raise InputError(f"convert: the model would train in {name}; remove `on_unsupported`")

@@ -127,7 +127,7 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     quantized = [precision for precision in dict.fromkeys(chosen) if precision.quantized]
     # An unquantized precision accepts no options, so one of them suffices for the message.
     relevant = quantized or chosen[:1]
-    _check_options(recipe.fp8_config, relevant, "precision")
+    check_options(recipe.fp8_config, relevant, "precision")
     if quantized != [requested]:
         # The options are for another precision.
         inherited = inherited.without_options()
@@ -160,7 +160,7 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
         )
 
 
-def _check_options(
+def check_options(
     settings: LowPrecisionSettings, precisions: Sequence[Precision], setting: str, origin: str = ""
 ) -> None:
     """Raise InputError if `settings` has an option that no precision accepts.
@@ -172,14 +172,16 @@ def _check_options(
         origin: Beginning of the message, such as "Accelerate configuration: ".
     """
     accepted = dict.fromkeys(option for precision in precisions for option in precision.options)
-    refused = {key: value for key, value in settings.options_set.items() if key not in accepted}
+    refused = [
+        f"{key}: {value}" for key, value in settings.options_set.items() if key not in accepted
+    ]
     if refused:
-        options = ", ".join(f"{key}: {value}" for key, value in refused.items())
+        options = ", ".join(refused)
         names = ", ".join(precision.name for precision in precisions)
         raise InputError(
             f"{origin}`fp8_config: {{{options}}}` and `{setting}: {names}` contradict each other: "
             f"`{names}` accepts {', '.join(accepted) or 'none of these options'}; either remove "
-            "all other options, or set them to null on the command line"
+            "all other options, or set them to null"
         )
 
 
@@ -257,7 +259,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
             del values[key]
     values.pop("recipe", None)
     settings = LowPrecisionSettings.model_validate(values)
-    _check_options(settings, [precision], "recipe", f"{_ORIGIN}: ")
+    check_options(settings, [precision], "recipe", f"{_ORIGIN}: ")
     return precision, settings
 
 

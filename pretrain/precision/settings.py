@@ -260,7 +260,7 @@ class LowPrecisionSettings(Settings):
     @property
     def options_set(self) -> dict[str, Any]:
         """Return the options that are set, as a dict of keys and values."""
-        return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
+        return self.model_dump(include=set(OPTIONS), exclude_none=True)
 
     def resolved(self, precision_name: str) -> Self:
         """Return a copy of the settings with the used value of each option.
@@ -269,7 +269,7 @@ class LowPrecisionSettings(Settings):
         does not accept becomes None.
         """
         defaults = PRECISIONS[precision_name].options
-        accepted = {key: value for key, value in self.options_set.items() if key in defaults}
+        accepted = self.model_dump(include=set(defaults), exclude_none=True)
         options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
 

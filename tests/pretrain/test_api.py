@@ -250,6 +250,7 @@ def test_a_number_of_tokens_that_gpus_cannot_multiply_is_refused(precision: str,
     [
         ("fp8", {}, "none of the precisions delayed.*; fp8 is delayed, current or block"),
         ("bf16", {}, "none of the precisions delayed"),
+        ("current", {"margin": 1}, "`current` accepts fp8_format; either remove all other"),
         ("delayed", {}, "calibrate_on"),
         ("current", {"keep": 1}, "`keep`: unknown key"),
         ("current", {"keep_bf16": ["nothing"]}, "matches no linear layer"),
