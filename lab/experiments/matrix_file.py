@@ -32,7 +32,7 @@ from foundation.settings import (
 from lab.compare.fairness import in_words
 from pretrain.checkpoint.state import changed_keys
 from pretrain.launch.environment import with_precision
-from pretrain.launch.launcher import count_gpus, load_configuration
+from pretrain.launch.launcher import count_gpus, find_configuration, load_configuration
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -63,8 +63,8 @@ class MatrixSettings(Settings):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     # The base recipe.
     recipe: FilePath
-    # Accelerate configuration of all runs. If a cell sets `precision`, the precision of this
-    # configuration is ignored.
+    # Accelerate configuration of all runs: a path, or a name in accelerate_configs/. If a cell sets
+    # `precision`, the precision of this configuration is ignored.
     accelerate: FilePath
     # Settings that override the recipe in every cell, unless the cell sets the same key.
     overrides: Values = Field(default_factory=dict)
@@ -259,7 +259,9 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         settings: Content of the matrix file.
         overrides: key=value arguments. They override the recipe and `settings.overrides`.
     """
-    accelerate = load_configuration(settings.accelerate)
+    configuration = find_configuration(str(settings.accelerate))
+    settings = settings.model_copy(update={"accelerate": configuration})
+    accelerate = load_configuration(configuration)
     on_cpu = bool(accelerate.get("use_cpu"))
     processes = _processes_of(settings, accelerate)
     if settings.gpus and settings.gpus < (processes or 1):

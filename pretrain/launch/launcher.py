@@ -137,7 +137,7 @@ def find_configuration(name: str) -> Path:
     path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
     if path is None:
         raise InputError(
-            f"--config {name}: there is no such file; name a path, or one of these configurations: "
+            f"{name}: there is no such Accelerate configuration; name a path, or one of these: "
             + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
         )
     load_configuration(path)

@@ -103,7 +103,8 @@ def test_cells_have_the_default_weights_of_their_device(
         ({"run_dir": "runs/{name}"}, r"`run_dir`: .* contains \{name\}, but 'name' is not a known"),
         ({"cells": {"a": {"run_dir": "x"}}}, r"cell a: `run_dir`"),
         ({"accelerate": str(CONFIGURATIONS / "ddp.yaml"), "gpus": 1}, "less than the 2 processes"),
-        ({"gpus": 2}, r"m\.yaml: `gpus: 2` has no effect on a CPU"),
+        ({"accelerate": "nowhere"}, "nowhere: there is no such Accelerate configuration"),
+        ({"accelerate": "cpu", "gpus": 2}, r"m\.yaml: `gpus: 2` has no effect on a CPU"),
     ],
 )
 def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
