@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
@@ -87,7 +88,7 @@ class StepCheck(Observer):
         self._sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch, a tensor. It is read
         # only after `yield`, so the host does not wait for the device here.
-        not_cleared = sum(gradient.any() for gradient in self._gradients())
+        not_cleared = sum(local_part(sums).any() for sums in gradients_of(self.packed).values())
         sharding = self.packed.sharding
         not_gathered = sharding.stale_weights() if sharding else []
         cached_weights = CachedWeights()
@@ -210,10 +211,6 @@ class StepCheck(Observer):
             f"{self._loss:.6f}"
         ]
 
-    def _gradients(self) -> list[Tensor]:
-        """Return this process's part of each gradient."""
-        return [local_part(gradient) for gradient in gradients_of(self.packed).values()]
-
     def _fit_bf16(self, *, over_ranks: bool) -> Tensor:
         """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
 
@@ -222,14 +219,19 @@ class StepCheck(Observer):
         microbatches in the sums have different mean losses. The samples are `some_values` of each
         FP32 sum. Zeros are not counted.
 
-        over_ranks: True for sums over all ranks. Then all ranks must call this method.
+        over_ranks: True for sums over all ranks. Then all ranks must call this method. Under FSDP2,
+            only the sharded gradients are such sums.
         """
-        samples = [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
+        kind = DTensor if over_ranks and self.packed.sharding else Tensor
+        samples = [
+            some_values(sums)
+            for sums in gradients_of(self.packed).values()
+            if isinstance(sums, kind) and sums.dtype == torch.float32
+        ]
         # A zero keeps the list from being empty if no gradient is FP32.
         values = torch.cat([torch.zeros(1, device=self.packed.hf.device), *samples])
         is_counted = values != 0
-        # BF16 has the upper 16 bits of an FP32 value.
-        fits = is_counted & (values.view(torch.int32) & 0xFFFF == 0)
+        fits = is_counted & (values == values.bfloat16())
         labels, losses, _ = torch.stack(self._seen).double().unbind(1)
         # The mean is NaN for a microbatch without labels, which has no gradients. The comparison
         # below is false for NaN.
