@@ -78,11 +78,12 @@ def check_launch(recipe: Recipe, world_size: int | None, overrides: Sequence[str
     """
     names = [name for _, name in phases_of(recipe.precision)]
     check_settings(recipe, names[0], world_size, overrides)
-    for name in filter(None, [*names, recipe.evaluate.served]):
+    for name in names:
         # With `on_unsupported: fallback`, the precision that is used depends on the device.
         if recipe.fp8_config.on_unsupported != "fallback":
-            precision = configured(name, recipe.fp8_config)
-            check_fit(ActivePrecision(name, precision, "emulation"), recipe)
+            check_fit(
+                ActivePrecision(name, configured(name, recipe.fp8_config), "emulation"), recipe
+            )
 
 
 def check_settings(
@@ -151,6 +152,8 @@ def check_settings(
         )
     if data.prepares and not data.held_out and data.validation is None:
         check_held_out(recipe, 0)
+    if served := recipe.evaluate.served:
+        check_fit(ActivePrecision(served, PRECISIONS[served], "emulation"), recipe)
 
 
 def _check_merge(recipe: Recipe, steps: int) -> None:
@@ -250,12 +253,12 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     """
     if not active.precision.quantized:
         return
-    name = active.precision.name
+    name = active.name
     _require_multiple(
         "data.length",
         recipe.data.length,
         active.precision.multiple_of,
-        f"as `precision: {name}` requires",
+        f"as the precision {name} requires",
     )
     if layers is None:
         return

@@ -40,8 +40,11 @@ def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
         check(0.5, steps=1000)
 
 
-def test_a_served_loss_needs_held_out_packs() -> None:
-    served = recipe(evaluate={"served": "nvfp4"})
+def test_a_served_loss_needs_held_out_packs_of_a_suitable_length() -> None:
+    data = {"packs": "packs", "length": 64}
+    served = recipe(evaluate={"served": "block"}, data=data, batch={"tokens": 64})
     check_held_out(served, 1)
-    with pytest.raises(InputError, match=r"`evaluate\.served: nvfp4` needs held-out packs"):
+    with pytest.raises(InputError, match=r"`evaluate\.served: block` needs held-out packs"):
         check_held_out(served, 0)
+    with pytest.raises(InputError, match=r"64` .* of 128, as the precision block requires"):
+        check_settings(served, "bf16", 1, ())
