@@ -111,8 +111,10 @@ class StepCheck(Observer):
             self._wrong.append(
                 "gradients are added up in BF16, not in FP32: their sums fit into BF16"
             )
-        modules = self.packed.named_modules()
-        self._add("modules are in evaluation mode", [n for n, m in modules if not m.training])
+        self._add(
+            "modules are in evaluation mode",
+            [name for name, module in self.packed.named_modules() if not module.training],
+        )
         self._add("products use weights from before the last update", cached_weights.stale)
         self._add(
             "products use another quantized weight in another process",
@@ -145,9 +147,8 @@ class StepCheck(Observer):
 
         counted: the number of labels that the step counts, over all ranks.
         """
-        labels, losses, factors = torch.stack(self._seen).double().unbind(1)
-        sums = torch.stack([labels.sum(), losses.sum()])
-        total, loss = self.accelerator.reduce(sums, reduction="sum").tolist()
+        seen = torch.stack(self._seen).double()
+        total, loss, _ = self.accelerator.reduce(seen.sum(0), reduction="sum").tolist()
         divisor = max(counted, 1)
         # Mean loss that the step minimizes.
         self._loss = loss / divisor
@@ -156,7 +157,7 @@ class StepCheck(Observer):
                 f"{total:,.0f} labels were trained on, but the step counts {counted:,}"
             )
         # A factor that is NaN is wrong too.
-        if not ((factors * divisor - 1).abs() <= FACTOR_TOLERANCE).all():
+        if not ((seen[:, 2] * divisor - 1).abs() <= FACTOR_TOLERANCE).all():
             self._wrong.append(f"a token's loss is not divided by the step's {counted:,} labels")
 
     def _add(self, problem: str, names: list[str]) -> None:
