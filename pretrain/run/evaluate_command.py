@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.files import scratch_folder
 from foundation.overrides import overridden
+from packing.arrow import FIRST
 from packing.store import training_sources
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import newest_in
@@ -66,9 +67,11 @@ def main(options: argparse.Namespace) -> int:
     names, skipped = expand_all(options.precisions or [], recipe_of_run)
     # Set the folder of the run before --precisions replaces its precision, because the name of the
     # default folder contains the precision.
-    environment = dict(os.environ)  # a copy, because `with_precision` removes variables
+    # `with_precision` removes variables, so pass a copy.
     recipe_of_run = with_weights(
-        with_precision(recipe_of_run, environment), on_gpu=count_gpus() > 0, resume=options.resume
+        with_precision(recipe_of_run, dict(os.environ)),
+        on_gpu=count_gpus() > 0,
+        resume=options.resume,
     )
     run_address = run_address_of(recipe_of_run)
     overrides += [f"run_dir={run_address}", *precision_overrides(names)]
@@ -95,11 +98,12 @@ def packing_folder(recipe: Recipe, stack: ExitStack) -> Path:
     packs of `recipe`. Only the present user can read the folder. It is deleted when `stack` ends.
     The next command deletes the folder of a killed process.
     """
-    parent = Path(tempfile.gettempdir())
-    folder = stack.enter_context(scratch_folder(parent / f"evaluate-{os.getuid()}"))
+    parent = Path(tempfile.gettempdir(), f"evaluate-{os.getuid()}")
+    folder = stack.enter_context(scratch_folder(parent))
     folder.chmod(0o700)
     first, *_ = training_sources(recipe.data).values()
-    (folder / "packs").symlink_to(first.packs.absolute())
+    # The first part of a stream stays on the disk.
+    (folder / "packs").symlink_to(first.packs.absolute() / (FIRST if first.stream else ""))
     return folder
 
 
@@ -260,8 +264,10 @@ def _print_loss(
     precision: the name of the precision that the model computes in.
     """
     metrics = held_out_metrics(job, assembly.model, accelerator)
-    columns = [f"  {precision:<8} {metrics['held_out_loss']:.6f}"]
-    columns.append(f"perplexity {metrics['held_out_perplexity']:.4g}")
+    columns = [
+        f"  {precision:<8} {metrics['held_out_loss']:.6f}",
+        f"perplexity {metrics['held_out_perplexity']:.4g}",
+    ]
     if "held_out_penalty" in metrics:
         columns.append(f"penalty {metrics['held_out_penalty']:.6f}")
     columns.append(f"over {metrics['held_out_tokens']:,} tokens")

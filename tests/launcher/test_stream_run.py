@@ -21,7 +21,7 @@ import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from tests.conftest import Finished, Trainer, contents
+from tests.conftest import Finished, Trainer, command_here, contents
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
@@ -139,6 +139,11 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     resumed = train_here().done()
     assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == alone.losses()
+
+
+def test_a_streamed_run_is_evaluated_on_a_file(alone: Finished, folder: Path) -> None:
+    text = folder / "texts.jsonl"
+    assert f"loss on {text} of" in command_here("evaluate", alone.run_dir, text).done().output
 
 
 def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
