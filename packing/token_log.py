@@ -95,7 +95,7 @@ class TokenLog(PartTokens, AbstractContextManager):
             return
         if changes := describe_changes(progress["key"], self.key):
             raise InputError(
-                f"{self.folder}: an interrupted `prepare` left {counts['tokens']:,} tokens, made "
+                f"{self.folder}: an unfinished `prepare` left {counts['tokens']:,} tokens, made "
                 f"with other settings or from other text ({changes}); either restore the earlier "
                 f"settings and text, set data.packs to another folder, or {remedy}"
             )
