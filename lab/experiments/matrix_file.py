@@ -34,7 +34,7 @@ from pretrain.checkpoint.state import changed_keys
 from pretrain.launch.environment import with_precision
 from pretrain.launch.launcher import count_gpus, find_configuration, load_configuration
 from pretrain.metrics.run_folder import MATRIX_FILE
-from pretrain.metrics.run_record import RunRecord, read_finished, read_run
+from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.settings.config import (
     RECORDS,
@@ -170,18 +170,20 @@ class Cell:
         return run is not None and run.is_finished
 
     def check_folder(self) -> None:
-        """Raise InputError if the run folder contains a finished run with other settings.
+        """Raise InputError if the run folder contains a run with other settings that has ended.
 
         Without this check, that run might be reported as the run of this cell.
         """
-        if self.differences and read_finished(self.run_dir) is not None:
-            raise InputError(
-                f"{self.run_dir}: this folder contains a finished run whose settings differ from "
-                "the settings of the cell (value of the cell and value of the run): "
-                f"{in_words(self.differences)}; either change the settings of the cell to the "
-                "values of the run, or choose another `run_dir`, or remove the folder to train the "
-                "cell again"
-            )
+        if self.differences:
+            with contextlib.suppress(NoStepYet):
+                if read_run(self.run_dir).has_ended:
+                    raise InputError(
+                        f"{self.run_dir}: this folder contains a run that has ended, and whose "
+                        "settings differ from the settings of the cell (value of the cell and "
+                        f"value of the run): {in_words(self.differences)}; either change the "
+                        "settings of the cell to the values of the run, or choose another "
+                        "`run_dir`, or remove the folder to train the cell again"
+                    )
 
 
 @dataclass(frozen=True)

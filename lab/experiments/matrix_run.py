@@ -78,7 +78,7 @@ class StartedCell:
         run = self.cell.record()
         if run and run.is_finished:
             status = "finished"
-        elif run and "halted" in run.summary:
+        elif run and run.has_ended:
             status = "halted"
         else:
             status = "stopped" if stop_requested else "failed"
@@ -96,7 +96,7 @@ def run_all(
     Cells are started in order, and at most `matrix.at_once` of them run at the same time. Raise
     InputError before any cell is started if there are fewer GPUs than `gpus`, if the data of a cell
     is missing, or if the folder of a cell is not writable, contains files that no run has written,
-    or contains a finished run with other settings.
+    or contains a run with other settings that has ended.
 
     Return the result of each cell in `cells`, in the same order.
 

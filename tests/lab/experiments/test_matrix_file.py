@@ -14,7 +14,7 @@ from lab.experiments.matrix_file import load_matrix
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.settings.config import identity_of, load_recipe, resolved
 from tests.conftest import ROOT
-from tests.lab.made_runs import leave_behind
+from tests.lab.made_runs import append, leave_behind
 
 MATRICES = sorted(
     [*ROOT.glob("recipes/matrices/*.yaml"), *ROOT.glob("benchmarks/evidence/matrices/*.yaml")]
@@ -156,11 +156,17 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("halted", [False, True], ids=["finished", "halted"])
 @pytest.mark.parametrize(("change", "same"), CHANGES.items())
-def test_a_folder_with_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
+def test_a_folder_with_another_training_is_refused_with_the_key(
+    matrix, change: str, same: bool, halted: bool
+):
     leave_behind(matrix(*SOURCE).cells[0], steps=12)
     cell = matrix(*SOURCE, change).cells[0]
     assert cell.is_finished() is same
+    if halted:
+        (cell.run_dir / "summary.json").unlink()
+        append(cell.run_dir, {"step": 12, "event": "halted", "reason": "NaN"})
     if same:
         cell.check_folder()
     else:
