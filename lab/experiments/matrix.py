@@ -36,7 +36,8 @@ def write_report(matrix: Matrix) -> str:
     The first run in the tables is the baseline. All other finished and halted cells follow, the
     best cell first. If a halted cell were omitted, the mean over the other seeds with the same
     settings would look better than it is. If no two cells differ only in their seeds, and all were
-    evaluated on the same data, the first line names the cell with the lowest held-out loss.
+    evaluated on the same data, the first line names the cell with the lowest held-out loss. Failed
+    cells are ignored there.
     """
     baseline = matrix.baseline
     base = baseline.record()
@@ -57,7 +58,8 @@ def write_report(matrix: Matrix) -> str:
         report.write(page)
         written = f"Written: {page}"
     parts = [*report.tables(), written]
-    evaluated = [run for run in runs if "held_out_loss" in run.summary]
+    # A failed run may have been evaluated before it failed.
+    evaluated = [run for run in runs if not run.failure and "held_out_loss" in run.summary]
     has_one_seed = len(report.seeds.results) == len(runs)
     if has_one_seed and evaluated and all(same_held_out(evaluated[0], run) for run in evaluated):
         best = min(evaluated, key=lambda run: run.summary["held_out_loss"])

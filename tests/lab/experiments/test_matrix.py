@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from pretrain.__main__ import main
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.optimizer.schedule import fit_to_command_line
-from tests.lab.made_runs import leave_behind, rows_of
+from tests.lab.made_runs import append, leave_behind, rows_of
 
 
 def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
@@ -146,6 +147,10 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix, monkeypatch: pytest.
     assert text.endswith(f"Not finished, and so not in this report: {', '.join(names[4:])}.")
     page = page_of(loaded)
     assert f"Written: {page}" in text
+    append(loaded.cells[4].run_dir, {"step": 5, "event": "halted", "reason": "NaN"})
+    with_halted = write_report(loaded)
+    assert with_halted.startswith(text.splitlines()[0]) and names[4] in rows_of(with_halted)
+    shutil.rmtree(loaded.cells[4].run_dir)
     page.unlink()
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if the package were not installed
     assert write_report(loaded) == text.replace(f"Written: {page}", NO_PAGE) and not page.exists()
