@@ -136,7 +136,7 @@ def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
 
 def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
     """Return notes that explain the tables of the report."""
-    notes = list(itertools.chain.from_iterable(map(_notes_on_run, compared_runs)))
+    notes = [note for compared in compared_runs for note in _notes_on_run(compared)]
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")

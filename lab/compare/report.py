@@ -61,10 +61,10 @@ class Report:
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
+        results = self.seeds.results
         parts = [wrap(self.seeds.answer())]
         # If each group has a single run, the answer already has all results over seeds.
-        if len(self.seeds.results) < len(self.compared_runs):
-            results = self.seeds.results
+        if len(results) < len(self.compared_runs):
             columns = self.seeds.columns()
             meanings = [
                 f"{column.title}: {column.meaning}"
