@@ -98,10 +98,18 @@ def code() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
 
 
+@cache
+def words() -> set[str]:
+    """Return the words of the product's Python files."""
+    return {word for content in code().values() for word in re.findall(r"\w+", content)}
+
+
 def is_defined(name: str, text: str) -> bool:
     """Return whether a file defines a function, a class, a constant or `Class.method`."""
+    # A search for a string takes a hundredth of the time of a search for a definition.
     return all(
-        re.search(rf"^\s*(?:(?:async )?def |class )?{part}\b\s*[:=(]", text, re.MULTILINE)
+        part in text
+        and re.search(rf"^\s*(?:(?:async )?def |class )?{part}\b\s*[:=(]", text, re.MULTILINE)
         for part in name.split(".")
     )
 
@@ -125,8 +133,7 @@ def missing_from(text: str) -> list[str]:
         if re.search(r"\b[A-Z]", name):
             found = any(is_defined(name, content) for content in code().values())
         else:
-            word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
-            found = any(word.search(content) for content in code().values())
+            found = name.rpartition(".")[2] in words()
         if not found:
             missing.append(name)
     in_files = r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)"
