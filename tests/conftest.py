@@ -170,7 +170,7 @@ def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dic
 
 @pytest.fixture
 def small_recipe(recipe_for: Callable[[Path], dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
-    """Recipe that trains in seconds. A step has 8 packs."""
+    """Recipe that trains in seconds. A step has two microbatches of 4 packs."""
     return recipe_for(tmp_path / "run")
 
 
@@ -194,7 +194,7 @@ def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
             }
         },
         "data": {"packs": str(small_packs), "length": PACK_LENGTH},
-        "batch": {"tokens": 8 * PACK_LENGTH, "microbatch": 2},
+        "batch": {"tokens": 8 * PACK_LENGTH, "microbatch": 4},
         "optimizer": {"learning_rate": 0.01},
         "schedule": {"kind": "cosine", "warmup": 2},
         "train": {"steps": 12},

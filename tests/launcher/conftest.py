@@ -1,9 +1,8 @@
-"""Fixtures of the launcher's tests: changes of the small recipe."""
+"""A fixture of the launcher's tests, which changes the small recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +22,6 @@ EXPERTS = (
     "num_experts_per_tok: 2, output_router_logits: true, router_aux_loss_coef: 0.01, "
     "max_position_embeddings: 64, tie_word_embeddings: true}"
 )
-
-
-@pytest.fixture(scope="session")
-def recipe_for(recipe_for: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
-    """Function that returns the small recipe with two microbatches a step instead of four."""
-
-    def recipe(run_dir: Path) -> dict[str, Any]:
-        small = recipe_for(run_dir)
-        return small | {"batch": small["batch"] | {"microbatch": 4}}
-
-    return recipe
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
         overrides=odd,
         cells={
             "auto": {"optimizer.betas": [0.9, 0.95], "batch.microbatch": "auto"},
-            "4": {"batch.microbatch": 4, "precision": "fp32"},
+            "2": {"batch.microbatch": 2, "precision": "fp32"},
         },
     )
     for cell in loaded.cells:

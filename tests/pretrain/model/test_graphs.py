@@ -309,5 +309,5 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
 
     monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
     assert figures("graphs") == expected
-    # The first two of 6 steps are observed. A step has four microbatches.
-    assert sum(graph.runs for graph in graphs) == 16
+    # The first two of 6 steps are observed. A step has two microbatches.
+    assert sum(graph.runs for graph in graphs) == 8

@@ -91,7 +91,7 @@ NEW_RUN = r"set another `name` or `run_dir`\.$"
 RESUMES: list[tuple[str, int, str, str | None]] = [
     ("", 4, "", None),
     ("", 12, "", None),  # The run is complete.
-    ("", 4, "batch.microbatch=4 ; deterministic=true ; parity=on ; log.every=3", None),
+    ("", 4, "batch.microbatch=2 ; deterministic=true ; parity=on ; log.every=3", None),
     ("", 4, "train.steps=null ; train.tokens=12288", None),
     ("", 4, "seed=1", rf"{OTHER}seed \(was 42, now 1\)\. .*{NEW_RUN[:-1]} .*{ACCEPT}"),
     ("", 4, "loss.penalty=neg_entropy ; loss.penalty_weight=0.1", r"penalty \(was not set, now"),
