@@ -20,18 +20,19 @@ from tests.launcher.conftest import EXPERTS
 
 
 def test_each_phase_computes_in_its_precision(started: Callable) -> None:
-    until = "precision=[{until: 3, use: delayed}, {use: "
-    alone = started("alone", "precision=delayed", "train.steps=3").losses()
+    until = "precision=[{until: 2, use: delayed}, {use: "
+    alone = started("alone", "precision=delayed", "train.steps=2").losses()
     ends = []
     for after in ("bf16", "current"):
-        run = started(after, f"{until}{after}}}]")
-        assert [record["precision"] for record in run.steps()] == ["delayed"] * 3 + [after] * 2
-        assert run.audit()["phases"] == {"1": "delayed", "4": after}
-        assert run.losses()[:3] == alone
-        ends.append(run.losses()[3:])
+        run = started(after, f"{until}{after}}}]", "train.steps=3")
+        assert [record["precision"] for record in run.steps()] == ["delayed", "delayed", after]
+        assert run.audit()["phases"] == {"1": "delayed", "3": after}
+        assert run.losses()[:2] == alone
+        ends.append(run.losses()[2])
     assert ends[0] != ends[1]
-    reverse = started("reverse", "precision=[{until: 3, use: current}, {use: delayed}]")
-    assert reverse.audit()["phases"] == {"1": "current", "4": "delayed"}
+    phases = "precision=[{until: 2, use: current}, {use: delayed}]"
+    reverse = started("reverse", phases, "train.steps=3")
+    assert reverse.audit()["phases"] == {"1": "current", "3": "delayed"}
 
 
 @pytest.mark.nightly
@@ -124,11 +125,11 @@ LEARNS = {
 def test_a_run_in_low_precision_passes_all_checks_and_learns(
     name: str, train_here: Trainer
 ) -> None:
-    checked = ("fp8_config.on_unsupported=emulate", "parity=on", "log.fp8_statistics=1")
+    checked = ("fp8_config.on_unsupported=emulate", "parity=on", "log.fp8_statistics=2")
     run = train_here(*MUON, *LEARNS[name], *checked, "train.steps=8").done()
     assert run.losses()[-1] < run.losses()[0] - 0.5
-    rms = [step["muon_update_rms"] for step in run.steps()]
-    assert len(rms) == 8
+    rms = [step["muon_update_rms"] for step in run.steps() if "muon_update_rms" in step]
+    assert len(rms) >= 4
     assert all(0.1 < value < 0.25 for value in rms)
 
 
