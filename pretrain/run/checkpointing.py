@@ -397,12 +397,12 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
         f"{reason}. Rollback {rollbacks}: the run goes back to {path}, and the packs of {skipped} "
         "after it are skipped"
     )
-    # Only a run without a checkpoint of its own goes back to a checkpoint of another run.
+    # A run without a checkpoint of its own goes back to the checkpoint that it began with.
     is_own = run.checkpoints.owns(path)
     return RollbackPoint(
         path=path,
         state_json=state_json,
-        is_branch=not is_own,
+        is_branch=run.is_new and not is_own,
         in_run_folder=is_own,
         past=run.past,
         next_place=state.place,

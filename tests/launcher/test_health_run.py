@@ -86,9 +86,15 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(train_here: 
     assert "at step 3" in finished.output, finished.output
 
 
-def test_a_rollback_uses_the_only_intact_checkpoint_again(train_here: Trainer) -> None:
-    """Step 5 fails twice after the checkpoint of step 4, the only intact one."""
-    assert train_here("train.steps=4").status == 0
+def test_a_rollback_uses_the_only_intact_checkpoint_again(
+    train_here: Trainer, tmp_path: Path
+) -> None:
+    """Step 5 fails twice after the checkpoint of step 4, the only intact one.
+
+    Then a run in another folder resumes from it, and rolls back to it too.
+    """
+    with poisoned_once(train_here.run_dir, steps_before=1):
+        assert train_here("train.steps=4", "health.on_nan=skip").status == 0
     run_dir = train_here.run_dir
     flip(max((run_dir / "checkpoints" / "step-00000002").glob("*.safetensors")))
 
@@ -101,6 +107,12 @@ def test_a_rollback_uses_the_only_intact_checkpoint_again(train_here: Trainer) -
         finished = train_here("health.on_nan=rollback").done()
     (event,) = (record for record in finished.records() if record.get("event") == "rollback")
     assert (event["resumed_from"], event["rollbacks"]) == (4, 2)
+    other = tmp_path / "other"
+    with poisoned_once(other, steps_before=1):
+        checkpoint_of_4 = ("--resume", str(run_dir / "checkpoints" / "step-00000004"))
+        train_here("health.on_nan=rollback", f"run_dir={other}", *checkpoint_of_4).done()
+    saved = json.loads((other / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert (saved["health"]["skipped_steps"], saved["health"]["rollbacks"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
