@@ -161,13 +161,20 @@ class StoredRun:
             if path.is_file() and path.name != SUMMARY_FILE:
                 storage.pipe_file(f"{root}/{path.name}", path.read_bytes())
         markers = self._markers()
-        for marker in markers:
-            content = (self.folder / marker).read_bytes()
-            if marker not in objects or storage.cat_file(f"{root}/{marker}") != content:
-                if marker in objects:
-                    storage.rm_file(f"{root}/{marker}")
-                self._store_folder(storage, root, marker)
-                return True
+        try:
+            for marker in markers:
+                address = f"{root}/{marker}"
+                content = (self.folder / marker).read_bytes()
+                if marker not in objects or storage.cat_file(address) != content:
+                    if marker in objects:
+                        storage.rm_file(address)
+                    self._store_folder(storage, root, marker)
+                    return True
+        except FileNotFoundError:
+            if self._markers() == markers:
+                raise
+            # The run has deleted a checkpoint meanwhile, so begin again.
+            return True
         self._delete_checkpoints(storage, root, objects, kept=markers)
         return False
 
@@ -186,7 +193,10 @@ class StoredRun:
                 storage.rm_file(f"{root}/{name}")
 
     def _store_folder(self, storage: Any, root: str, marker: str) -> None:
-        """Store all files of the folder with the marker `marker`, and then the marker."""
+        """Store all files of the folder with the marker `marker`, and then the marker.
+
+        Raises FileNotFoundError if the run deletes the folder before its files are linked.
+        """
         # The marker of `final` is summary.json, which is beside this folder.
         folder = os.path.dirname(marker) or "final"
         links = self.folder / ".storing"
@@ -231,10 +241,7 @@ class StoredRun:
         """Return the markers in the run folder: newest checkpoints first, that of `final` last."""
         checkpoints = step_folders(self.folder / "checkpoints")
         names = [f"checkpoints/{checkpoint.name}/{MANIFEST}" for checkpoint in checkpoints]
-        markers = [name for name in names if (self.folder / name).exists()]
-        if (self.folder / SUMMARY_FILE).exists():
-            markers.append(SUMMARY_FILE)
-        return markers
+        return [name for name in [*names, SUMMARY_FILE] if (self.folder / name).exists()]
 
 
 def _newest(names: Iterable[str]) -> str:

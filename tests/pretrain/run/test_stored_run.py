@@ -164,7 +164,7 @@ def test_a_run_without_checkpoints_deletes_no_stored_one(
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_stored(
-    address: str, run: Path, tmp_path: Path, s3_server: Server
+    address: str, run: Path, tmp_path: Path, s3_server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A bucket that is slower than the run stores the checkpoint that it has begun."""
     before = contents(run)
@@ -178,6 +178,17 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_stored(
     store(address, run)
     names = restored(address, tmp_path / "other")
     assert names.items() >= {n: b for n, b in before.items() if "step-00000004" in n}.items()
+
+    def prune(method: str, path: str) -> None:
+        # The newest checkpoint is compared before the next older one is stored.
+        if method == "GET" and path.endswith("step-00000012/manifest.json"):
+            shutil.rmtree(run / "checkpoints/step-00000004", ignore_errors=True)
+
+    write_checkpoint(run, 4, "not stored yet")
+    write_checkpoint(run, 12)
+    s3_server.fault = prune
+    store(address, run)
+    assert "WARNING" not in "".join(capfd.readouterr())
 
 
 def test_a_folder_that_continues_the_stored_run_is_used(address: str, run: Path) -> None:
