@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -50,19 +50,20 @@ def _wrap_biased(experts: Any) -> None:
     It records choices as `GroupedExperts` does, and sums the gradients of biases over tokens in
     FP32. The code of transformers would sum them in the dtype of the biases.
     """
-    compute = experts.forward
     experts.choice_log = None
 
     @torch.compiler.disable
-    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if experts.choice_log is not None:
             experts.choice_log.append(chosen)
-        named = experts.named_parameters()
-        biases = {name: bias.float() for name, bias in named if name.endswith("bias")}
+        biases = {
+            name: bias.float() for name, bias in experts.named_parameters() if name.endswith("bias")
+        }
         with _reparametrize_module(experts, biases):
-            return compute(hidden, chosen, weights)
+            return type(experts).forward(experts, hidden, chosen, weights)
 
-    experts.forward = forward
+    # A copy of the module has a copy of the method, with its own weights.
+    experts.forward = MethodType(forward, experts)
 
 
 @contextmanager

@@ -190,8 +190,16 @@ def test_a_saved_state_continues_bit_for_bit(tmp_path: Path):
         conversion.load_state_dict({})
 
 
-def test_a_copy_of_a_converted_model_trains_alone():
-    model = llama()
+def gpt_oss() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "head_dim": 16, "num_local_experts": 4}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("gpt_oss", vocab_size=64, **sizes)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("build", [llama, gpt_oss])
+def test_a_copy_of_a_converted_model_trains_alone(build: Callable[[], PreTrainedModel]):
+    model = build()
     conversion = api.convert(model, "delayed", calibrate_on=batch_of(seed=1))
     twin = copy.deepcopy(model)
     before = conversion.state_dict()
