@@ -16,9 +16,9 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
-	@echo "make which    after make demo: compare the losses of FP32 and emulated FP8 for a smaller model (1.5 minutes); a recommendation needs a GPU"
-	@echo "make test     install the test requirements and run the tests (about 6 minutes on 2 cores)"
+	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (5 to 10 minutes)"
+	@echo "make which    after make demo: compare the losses of FP32 and emulated FP8 for a smaller model (1.5 to 4 minutes); a recommendation needs a GPU"
+	@echo "make test     install the test requirements and run the tests (4 to 8 minutes on 2 cores)"
 	@echo "make nightly  run the slow tests, and inject every fault in every precision (half an hour on 2 cores)"
 	@echo "make install  create .venv only"
 	@echo "make gpu      create .venv for NVIDIA GPUs with Python 3.12, compile Transformer Engine, check each precision"
