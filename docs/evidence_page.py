@@ -73,6 +73,9 @@ CELLS = {
 MEANS = ("delayed", "delayed+head")
 # Fewest tokens per parameter of a long training, rounded.
 LONG = 5
+# Number of precisions that the design tests for each model whose length varies. Some of them may
+# not have been trained.
+LENGTH_TESTS = 3
 # The precisions that the design of the evidence tests. Other cells are estimates.
 TESTED = ("delayed", "delayed+head", "current", "block", "mxfp8")
 
@@ -219,10 +222,9 @@ def training_loss(run: Mapping[str, Any]) -> float:
 def rows_of_lengths(study: Study) -> Iterator[Row]:
     """Yield the rows of the longest trainings of a study that varies the length.
 
-    The number of seeds was fixed before. Three precisions were planned for each model, so their
-    intervals allow for three tests.
+    The number of seeds was fixed before.
     """
-    error = error_of(3)
+    error = error_of(LENGTH_TESTS)
     for precision in study.precisions:
         costs = []
         for key in ("held_out_loss", "training_loss"):
