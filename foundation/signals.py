@@ -42,12 +42,13 @@ def end_on_ctrl_c() -> None:
 
 @contextmanager
 def raising_on_ctrl_c() -> Iterator[None]:
-    """Return a context manager in which Ctrl-C raises KeyboardInterrupt.
+    """Make a `with` statement end with KeyboardInterrupt after Ctrl-C, and with nothing else.
 
-    If SIGINT has another handler than the default one, the handler stays. Use the context manager
-    for the last statement of a process, because it does not restore the default handler. The
-    statement then always ends with KeyboardInterrupt after Ctrl-C. Without this rule, a package
-    could catch the KeyboardInterrupt that interrupts its import, and fail with another exception.
+    A package may catch the KeyboardInterrupt that interrupts its import, and then raise another
+    exception. KeyboardInterrupt replaces this exception.
+
+    A handler that the process has set for SIGINT stays. The default handler is replaced and not
+    restored, so use this function only for the last statement of a process.
     """
     received: list[int] = []
 
