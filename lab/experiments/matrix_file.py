@@ -174,16 +174,20 @@ class Cell:
 
         Without this check, that run might be reported as the run of this cell.
         """
-        if self.differences:
-            with contextlib.suppress(NoStepYet):
-                if read_run(self.run_dir).has_ended:
-                    raise InputError(
-                        f"{self.run_dir}: this folder contains a run that has ended, and whose "
-                        "settings differ from the settings of the cell (value of the cell and "
-                        f"value of the run): {in_words(self.differences)}; either change the "
-                        "settings of the cell to the values of the run, or choose another "
-                        "`run_dir`, or remove the folder to train the cell again"
-                    )
+        differences = self.differences
+        if not differences:
+            return
+        try:
+            run = read_run(self.run_dir)
+        except NoStepYet:
+            return
+        if run.has_ended:
+            raise InputError(
+                f"{self.run_dir}: this folder contains a run that has ended, and whose settings "
+                "differ from the settings of the cell (value of the cell and value of the run): "
+                f"{in_words(differences)}; either change the settings of the cell to the values of "
+                "the run, or choose another `run_dir`, or remove the folder to train the cell again"
+            )
 
 
 @dataclass(frozen=True)
